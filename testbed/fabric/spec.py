@@ -1,0 +1,133 @@
+"""What a cluster is made of, independent of the world that realises it.
+
+Paper section 2.3 and the critique 1.3: P prefill nodes and D decode nodes, g GPUs per node, each GPU paired with one
+compute NIC (CNIC) of bandwidth B; one storage NIC (SNIC) of bandwidth s*B per node; two physically separate networks.
+
+Names used everywhere (config, namespaces, trace, ledger):
+
+==================  =====================================================================
+``pe0``, ``de1``     a node (its DRAM lives here);  ``pe0gpu3`` a GPU (its HBM lives here)
+``st0``              a storage server
+``ctl0``             the host of the central roles (scheduler, KV index, agent driver)
+``pe0.snic``         the SNIC of a node;  ``pe0.cnic3`` the CNIC paired with GPU 3 of pe0
+``pe0.dram``         the DRAM bandwidth of a node;  ``pe0gpu3.pcie`` the PCIe link of a GPU
+==================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from testbed.errors import ConfigError
+from testbed.units import MBIT
+
+MAX_NODES = 16
+MAX_GPUS_PER_NODE = 16
+MAX_STORAGE_SERVERS = 16
+
+
+class NodeKind(enum.Enum):
+    """Role of a node: all its engines are prefill engines (PE) or all are decode engines (DE), paper section 4."""
+
+    PE = "pe"
+    DE = "de"
+
+
+class Lane(enum.Enum):
+    """Virtual lane of a byte on a CNIC: model traffic rides HIGH, everything else (all KV) rides KV (paper 5.1)."""
+
+    HIGH = "high"
+    KV = "kv"
+
+
+class LaneDiscipline(enum.Enum):
+    """How the two lanes are realised on an interface. Issue: HTB only so far; others share this spec later."""
+
+    HTB = "htb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """One node: ``name`` ("pe0"), its kind and its number of GPUs."""
+
+    name: str
+    kind: NodeKind
+    index: int
+    gpus: int
+
+    def gpu(self, i: int) -> str:
+        """Name of GPU ``i`` of this node ("pe0gpu1")."""
+        return f"{self.name}gpu{i}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """An emulated cluster. Rates are emulated bits per second on the wire (layer 2, Ethernet header included).
+
+    ``pcie_rate_bps`` and ``dram_rate_bps`` are the shared-rate resources of a GPU (per direction) and of a node
+    (half duplex, paper section 5). ``storage_rate_bps`` shapes each storage server's own port (0: unshaped).
+    ``high_share`` is the share that the high lane is guaranteed (paper 5.1: about 99 %).
+    """
+
+    name: str
+    prefill_nodes: int
+    decode_nodes: int
+    gpus_per_node: int
+    storage_servers: int
+    cnic_rate_bps: int
+    snic_rate_bps: int
+    pcie_rate_bps: int
+    dram_rate_bps: int
+    storage_rate_bps: int = 0
+    lanes: LaneDiscipline = LaneDiscipline.HTB
+    high_share: float = 0.99
+
+    def __post_init__(self) -> None:
+        """Refuse what no world can build.
+
+        Raises:
+            ConfigError: a count out of range or a rate below 1 Mbit/s.
+        """
+        for key, value, most in (
+            ("prefill_nodes", self.prefill_nodes, MAX_NODES),
+            ("decode_nodes", self.decode_nodes, MAX_NODES),
+            ("gpus_per_node", self.gpus_per_node, MAX_GPUS_PER_NODE),
+            ("storage_servers", self.storage_servers, MAX_STORAGE_SERVERS),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"topology {self.name}: {key} is {value}, but it must be between 1 and {most}.")
+        for key, rate in (
+            ("cnic_rate_bps", self.cnic_rate_bps),
+            ("snic_rate_bps", self.snic_rate_bps),
+            ("pcie_rate_bps", self.pcie_rate_bps),
+            ("dram_rate_bps", self.dram_rate_bps),
+        ):
+            if rate < MBIT:
+                raise ConfigError(f"topology {self.name}: {key} is {rate} bit/s, below the 1 Mbit/s a link can be shaped to.")
+        if self.storage_rate_bps and self.storage_rate_bps < MBIT:
+            raise ConfigError(f"topology {self.name}: storage_rate_bps is {self.storage_rate_bps} bit/s; use 0 or at least 1 Mbit/s.")
+        if not 0.5 <= self.high_share < 1.0:
+            raise ConfigError(f"topology {self.name}: high_share is {self.high_share}, but it must be in [0.5, 1).")
+
+    @property
+    def s(self) -> float:
+        """Storage bandwidth per node in units of one CNIC (the paper's s)."""
+        return self.snic_rate_bps / self.cnic_rate_bps
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """All nodes, prefill first."""
+        return tuple(
+            NodeSpec(name=f"{kind.value}{i}", kind=kind, index=i, gpus=self.gpus_per_node)
+            for kind, count in ((NodeKind.PE, self.prefill_nodes), (NodeKind.DE, self.decode_nodes))
+            for i in range(count)
+        )
+
+    @property
+    def storage_names(self) -> tuple[str, ...]:
+        """Names of the storage servers."""
+        return tuple(f"st{k}" for k in range(self.storage_servers))
+
+
+CONTROL_HOST = "ctl0"
