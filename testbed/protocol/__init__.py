@@ -1,0 +1,1 @@
+"""The transfer protocol, pure: layout, index, grants, messages, machines' vocabulary, scheduling. No I/O, no clock."""

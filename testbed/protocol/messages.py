@@ -1,0 +1,408 @@
+"""Control messages between roles. Bulk KV never travels in them: they carry grants, keys and sizes.
+
+Every message is a tagged msgspec structure: decoding validates types, and an unknown tag or field type is a PeerError
+(see codec). Tokens travel as little-endian uint32 bytes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from testbed.protocol.grants import GrantRef
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, tag_field="t", gc=False):
+    """Base of all control messages."""
+
+
+class Hello(Message):
+    """First frame on every connection, both ways: who speaks, which protocol version and which block layout."""
+
+    role: str
+    version: int
+    layout: int
+
+
+class Assignment(msgspec.Struct, frozen=True, gc=False):
+    """One request with everything that was decided for it (paper 8.2-8.4).
+
+    ``read_side`` is "pe", "de", or "none" (no hits to read). ``prefill_node`` and ``decode_node`` name the DRAM roles.
+    """
+
+    request_id: str
+    tokens: bytes
+    keys: tuple[int, ...]
+    hit_blocks: int
+    generate_tokens: int
+    read_side: str
+    prefill_engine: str
+    decode_engine: str
+    prefill_node: str
+    decode_node: str
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.tokens) // 4
+
+
+# --- driver <-> scheduler, index ---------------------------------------------------------------------------------
+
+
+class SubmitRequest(Message):
+    """Driver -> scheduler: one turn of one agent."""
+
+    request_id: str
+    tokens: bytes
+    generate_tokens: int
+
+
+class LookupPrefix(Message):
+    """Scheduler -> index: how many leading blocks are durable?"""
+
+    request_id: str
+    keys: tuple[int, ...]
+
+
+class PrefixFound(Message):
+    """Index -> scheduler."""
+
+    request_id: str
+    hit_blocks: int
+
+
+class PublishBlock(Message):
+    """DRAM -> index: this block is durable on every replica."""
+
+    request_id: str
+    key: int
+    parent: int
+
+
+class BlockPublished(Message):
+    """Index -> DRAM: lookups see the block from now on."""
+
+    request_id: str
+    key: int
+
+
+# --- scheduler <-> leaders <-> engines ---------------------------------------------------------------------------
+
+
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
+    """What an engine reports (paper 8.1): seq_e, tok_e, and for DEs the free HBM in tokens."""
+
+    engine: str
+    node: str
+    sequences: int
+    tokens: int
+    free_hbm_tokens: int
+
+
+class FetchRequests(Message):
+    """Leader -> scheduler, at every fetch interval: load of all engines and read queues (in tokens) of the nodes."""
+
+    group: str
+    kind: str
+    engines: tuple[EngineLoad, ...]
+    read_queues: dict[str, int]
+
+
+class RequestsAssigned(Message):
+    """Scheduler -> leader: what the group fetched, and requests whose other half has been chosen since."""
+
+    assignments: tuple[Assignment, ...]
+
+
+class EnginesChosen(Message):
+    """Scheduler -> leader: requests reserved on engines of the group (counted in seq_e and tok_e), other half pending."""
+
+    request_ids: tuple[str, ...]
+    engines: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+
+class AssignPrefill(Message):
+    """Leader -> PE."""
+
+    assignment: Assignment
+
+
+class AssignDecode(Message):
+    """Leader -> DE."""
+
+    assignment: Assignment
+
+
+class RequestReleased(Message):
+    """Engine -> leader, leader -> scheduler: the engine has finished (or given up) its part."""
+
+    request_id: str
+    engine: str
+
+
+class ReadQueueChanged(Message):
+    """DRAM -> its group's leader: tokens waiting to be read or being read at the node."""
+
+    node: str
+    queued_tokens: int
+
+
+# --- engines <-> DRAM --------------------------------------------------------------------------------------------
+
+
+class LoadPrefix(Message):
+    """PE -> its node's DRAM: read the hit blocks from storage into the PE buffer (Figure 4, PE path 1-2)."""
+
+    assignment: Assignment
+
+
+class ReserveBuffer(Message):
+    """DE -> its node's DRAM: hold the whole prompt KV in the DE buffer; on the DE path read the hits into it."""
+
+    assignment: Assignment
+
+
+class BufferReserved(Message):
+    """DE DRAM -> PE: space for the request's prompt KV is held; layers may be sent."""
+
+    request_id: str
+
+
+class PrefixLoaded(Message):
+    """DRAM (of either side) -> PE: all hit blocks are in this DRAM, verified."""
+
+    request_id: str
+
+
+class LoadLayers(Message):
+    """PE -> DRAM that holds the blocks: write layers of blocks ``[first, first+count)`` under the grant (path 3-4/3-5)."""
+
+    request_id: str
+    first_block: int
+    block_count: int
+    layer_begin: int
+    layer_end: int
+    grant: GrantRef
+
+
+class OpenLayerWrites(Message):
+    """PE -> DE DRAM: open one grant per layer step for these blocks of the request."""
+
+    request_id: str
+    chunk: int
+    first_block: int
+    block_count: int
+
+
+class LayerWritesOpened(Message):
+    """DE DRAM -> PE: the grants, one per layer step, in layer order."""
+
+    request_id: str
+    chunk: int
+    grants: tuple[GrantRef, ...]
+
+
+class PrefillFinished(Message):
+    """PE -> DE: the first token; every layer of every block has been posted to the DE buffer."""
+
+    request_id: str
+    token: int
+
+
+class PrefixReleased(Message):
+    """PE -> PE DRAM: the hit blocks in the PE buffer are not needed any more."""
+
+    request_id: str
+
+
+class PromptBuffered(Message):
+    """DE DRAM -> DE: the full prompt KV (hits and misses of all layers) is in the DE buffer."""
+
+    request_id: str
+
+
+class LoadPrompt(Message):
+    """DE -> its DRAM: write the prompt's Full Blocks into HBM under the grant (H2D through the CNIC)."""
+
+    request_id: str
+    grant: GrantRef
+
+
+class SkipPrompt(Message):
+    """DE -> its DRAM: no token is left to decode, the buffer may go once its blocks are durable."""
+
+    request_id: str
+
+
+class StageBlock(Message):
+    """DE -> its DRAM: a full block has accumulated in HBM; room to copy it out, please (D2H, paper 5.2)."""
+
+    request_id: str
+    key: int
+    parent: int
+
+
+class StageOpened(Message):
+    """DRAM -> DE: room for the block."""
+
+    request_id: str
+    key: int
+    grant: GrantRef
+
+
+class BlocksDurable(Message):
+    """DRAM -> DE: blocks of the request that have become durable and visible since the last such message."""
+
+    request_id: str
+    keys: tuple[int, ...]
+
+
+class PersistPlan(Message):
+    """DE DRAM -> DE: how many blocks of the prompt the DRAM persists itself from the buffer."""
+
+    request_id: str
+    block_count: int
+
+
+# --- DRAM <-> storage --------------------------------------------------------------------------------------------
+
+
+class ReadBlock(Message):
+    """DRAM -> storage server: write this Full Block under the grant."""
+
+    request_id: str
+    key: int
+    grant: GrantRef
+
+
+class BlockUnreadable(Message):
+    """Storage server -> DRAM: the block cannot be served."""
+
+    request_id: str
+    key: int
+    reason: str
+
+
+class PersistBlock(Message):
+    """DRAM -> storage server: room for a Full Block to store, please."""
+
+    request_id: str
+    key: int
+
+
+class PersistOpened(Message):
+    """Storage server -> DRAM: room for the block."""
+
+    request_id: str
+    key: int
+    grant: GrantRef
+
+
+class BlockStored(Message):
+    """Storage server -> DRAM: the block is durable here (written, fsynced, renamed)."""
+
+    request_id: str
+    key: int
+
+
+class BlockNotStored(Message):
+    """Storage server -> DRAM: the block could not be stored (disk full, corrupt on arrival)."""
+
+    request_id: str
+    key: int
+    reason: str
+
+
+# --- to the driver -----------------------------------------------------------------------------------------------
+
+
+class RequestScheduled(Message):
+    """Scheduler -> driver: engines and read side are chosen (for the TTFT shares of Figure 12)."""
+
+    request_id: str
+    read_side: str
+    hit_tokens: int
+    prefill_engine: str
+    decode_engine: str
+
+
+class PrefillStarted(Message):
+    """PE -> driver: the hits are in DRAM and the request has entered a forward batch."""
+
+    request_id: str
+
+
+class TokensEmitted(Message):
+    """Engine -> driver: tokens ``first_index, ...`` of the request."""
+
+    request_id: str
+    first_index: int
+    tokens: tuple[int, ...]
+
+
+class RequestCompleted(Message):
+    """DE -> driver: all tokens emitted and every full block of the context durable; the next turn will hit."""
+
+    request_id: str
+
+
+class RequestFailed(Message):
+    """Any role -> driver: the request ended with a named error; ``role`` gave up on it."""
+
+    request_id: str
+    error: str
+    role: str
+    detail: str
+
+
+class AbortRequest(Message):
+    """Any role -> the request's other participants: release everything the request holds."""
+
+    request_id: str
+    error: str
+
+
+AnyMessage = (
+    Hello
+    | SubmitRequest
+    | LookupPrefix
+    | PrefixFound
+    | PublishBlock
+    | BlockPublished
+    | FetchRequests
+    | RequestsAssigned
+    | EnginesChosen
+    | AssignPrefill
+    | AssignDecode
+    | RequestReleased
+    | ReadQueueChanged
+    | LoadPrefix
+    | ReserveBuffer
+    | BufferReserved
+    | PrefixLoaded
+    | LoadLayers
+    | OpenLayerWrites
+    | LayerWritesOpened
+    | PrefillFinished
+    | PrefixReleased
+    | PromptBuffered
+    | LoadPrompt
+    | SkipPrompt
+    | StageBlock
+    | StageOpened
+    | BlocksDurable
+    | PersistPlan
+    | ReadBlock
+    | BlockUnreadable
+    | PersistBlock
+    | PersistOpened
+    | BlockStored
+    | BlockNotStored
+    | RequestScheduled
+    | PrefillStarted
+    | TokensEmitted
+    | RequestCompleted
+    | RequestFailed
+    | AbortRequest
+)
