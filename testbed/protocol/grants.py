@@ -102,6 +102,11 @@ class GrantTable:
         entry.state = GrantState.LANDING
         return entry.landing
 
+    def is_landing(self, grant_id: int, epoch: int) -> bool:
+        """Whether a write for the grant is landing and may go on: false as soon as the grant is closed."""
+        entry = self._entries.get(grant_id)
+        return entry is not None and entry.epoch == epoch and entry.state is GrantState.LANDING
+
     def finish(self, grant_id: int, epoch: int) -> bool:
         """All bytes of a write have landed: consume the grant. False when it was closed in the meantime."""
         entry = self._entries.get(grant_id)
