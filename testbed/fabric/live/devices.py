@@ -167,7 +167,7 @@ def neighbour_messages(index: int, neighbours: list[str]) -> list[Message]:
 
 def forwarding_message(index: int, address: str) -> Message:
     """A static entry of the bridge's table: the device owning ``address`` is behind port ``index``."""
-    template = _neighbour(_AF_BRIDGE, NUD_NOARP | NUD_PERMANENT, NTF_MASTER)
+    template = _neighbour(_AF_BRIDGE, NUD_NOARP, NTF_MASTER)  # NUD_PERMANENT would mean the bridge itself
     return Message(at_index(patched(template, address), index), f"add {address} to a bridge's table")
 
 

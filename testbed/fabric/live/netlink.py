@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from pyroute2.netlink import NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REQUEST
+from pyroute2.netlink import NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
 from testbed.errors import HostError
@@ -26,6 +26,8 @@ from testbed.errors import HostError
 _HEADER = struct.Struct("=IHHII")
 _SEQUENCE = struct.Struct("=II")
 _FLAGS = struct.Struct("=H")
+_ATTRIBUTE = struct.Struct("=HH")
+_ATTRIBUTE_KIND = 0x3FFF  # without the nested and byte-order bits
 _NLMSG_ERROR = 2
 _NLMSG_DONE = 3
 _INDEX_OFFSET = 20
@@ -42,8 +44,9 @@ RTM_DELLINK = 17
 RTM_GETLINK = 18
 
 CREATE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_EXCL
-REPLACE = NLM_F_REQUEST | NLM_F_CREATE | 0x100  # NLM_F_REPLACE
+REPLACE = NLM_F_REQUEST | NLM_F_CREATE | NLM_F_REPLACE
 CHANGE = NLM_F_REQUEST
+DUMP = NLM_F_REQUEST | NLM_F_DUMP
 
 
 class Message(NamedTuple):
@@ -69,7 +72,7 @@ def at_index(template: bytes, index: int) -> bytes:
 def encode_dump(kind: int) -> bytes:
     """A dump request for all objects of a namespace (``kind``: RTM_GETLINK)."""
     message = ifinfmsg()
-    return encode(message, kind, NLM_F_REQUEST | NLM_F_DUMP)
+    return encode(message, kind, DUMP)
 
 
 class Batch(NamedTuple):
@@ -184,7 +187,7 @@ class NetlinkSocket:
     def dump(self, data: bytes) -> list[bytes]:
         """Run a dump request; returns whole messages, headers included, as pyroute2's decoders want them."""
         self._sequence += 1
-        flags = _with_flags(data, NLM_F_REQUEST | NLM_F_DUMP)
+        flags = _with_flags(data, DUMP)
         self._socket.send(data[:6] + flags + _SEQUENCE.pack(self._sequence, 0) + data[16:])
         answers: list[bytes] = []
         while True:
@@ -201,13 +204,26 @@ class NetlinkSocket:
 
 def _reason(number: int, body: memoryview) -> str:
     """The kernel's own sentence (extended acknowledgement) or the name of the errno."""
-    at = 4 + _HEADER.size
-    while at + 4 <= len(body):
-        length, kind = struct.unpack_from("=HH", body, at)
+    text = attributes(body, 4 + _HEADER.size).get(_NLMSGERR_ATTR_MSG)
+    if text is not None:
+        sentence = bytes(text).rstrip(b"\0").decode(errors="replace").rstrip(".")
+        return f"{sentence} ({errno.errorcode.get(number, number)})"
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
+
+
+def attributes(message: bytes | memoryview, at: int) -> dict[int, memoryview]:
+    """The attributes from offset ``at`` on, by number, undecoded.
+
+    pyroute2's decoders build every attribute of a message, which takes 0.2 ms where two numbers are wanted, and the
+    one for u32 selectors (0.9.7) reads its keys four bytes too early. So answers are read with this walker.
+    """
+    view = memoryview(message)
+    found: dict[int, memoryview] = {}
+    end = len(view)
+    while at + 4 <= end:
+        length, kind = _ATTRIBUTE.unpack_from(view, at)
         if length < 4:
             break
-        if kind & 0x3FFF == _NLMSGERR_ATTR_MSG:
-            text = bytes(body[at + 4 : at + length]).rstrip(b"\0").decode(errors="replace").rstrip(".")
-            return f"{text} ({errno.errorcode.get(number, number)})"
+        found[kind & _ATTRIBUTE_KIND] = view[at + 4 : at + length]
         at += (length + 3) & ~3
-    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
+    return found

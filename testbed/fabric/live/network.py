@@ -18,7 +18,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from testbed.errors import BugError, HostError
 from testbed.fabric.live import addresses, devices, syscalls
@@ -80,6 +81,17 @@ class Network:
     def enter(self, host: str) -> None:
         """Move the calling thread into the namespace of ``host``: sockets it opens from now on are there."""
         syscalls.setns(self.namespace_fd(host), syscalls.CLONE_NEWNET)
+
+    @contextmanager
+    def inside(self, host: str) -> Iterator[None]:
+        """Run a block in the namespace of ``host`` (the calling thread only), to open sockets there."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.enter(host)
+            yield
+        finally:
+            syscalls.setns(home, syscalls.CLONE_NEWNET)
+            os.close(home)
 
     def socket(self, host: str) -> NetlinkSocket:
         """A netlink socket in the namespace of ``host``."""

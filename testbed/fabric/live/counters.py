@@ -1,0 +1,192 @@
+"""What crossed every shaped resource, from the kernel's own counters.
+
+Which headers count. htb and its queues charge each packet with its length on the wire as the kernel sees it: the
+14-byte Ethernet header (no preamble, no FCS), IP, TCP, payload; a super-packet counts as its segments, each with
+headers of its own. So for TCP with timestamps (Linux's default) and a class that holds nothing but data segments::
+
+    payload = bytes - packets * (14 + 20 + 32)
+
+which is what ``ClassCount.payload_bytes`` computes. Pure acknowledgements do not disturb it: they have a class of their
+own (``ack``). Segments below 76 payload bytes go there too, and are the error of the formula. Retransmissions count
+as often as they crossed. Copies through the ifbs (PCIe, DRAM) are charged alike.
+
+One dump per namespace: the queues under htb's classes are asked for with TCA_DUMP_INVISIBLE, so classes need no
+dump of their own (those go interface by interface).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from dataclasses import dataclass
+
+from pyroute2.netlink.rtnl.ifstatsmsg import ifstatsmsg
+from pyroute2.netlink.rtnl.tcmsg import tcmsg
+
+from testbed.fabric.live.addresses import BRIDGE_INDEX, PortKind, ShapedPort
+from testbed.fabric.live.lanes import ACK_CLASS, HIGH_CLASS, REST_CLASS, ROOT, RTM_GETQDISC
+from testbed.fabric.live.netlink import DUMP, attributes, encode
+from testbed.fabric.live.network import Network
+
+HEADER_BYTES = 14 + 20 + 32
+"""Ethernet, IPv4 and TCP with timestamps: what a data segment carries besides payload."""
+
+_RTM_GETSTATS = 94
+_STATS_LINK_64 = 1
+_TCA_KIND, _TCA_STATS2 = 1, 7
+_STATS_BASIC, _STATS_QUEUE = 1, 3
+_BASIC = struct.Struct("=QI")
+_QUEUE = struct.Struct("=IIIII")
+_TC_HEADER = struct.Struct("=iII")
+_DROPPED = struct.Struct("=QQ")
+_DROPPED_OFFSET = 48  # rx_dropped and tx_dropped in rtnl_link_stats64
+_TC_ATTRIBUTES = 36
+_STATS_ATTRIBUTES = 28
+
+
+class _DumpInvisible(tcmsg):  # type: ignore[misc]
+    """tcmsg with the flag attribute TCA_DUMP_INVISIBLE (10), which pyroute2 0.9 does not know."""
+
+    nla_map = (*tcmsg.nla_map, ("TCA_PAD", "hex"), ("TCA_DUMP_INVISIBLE", "flag"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassCount:
+    """Bytes on the wire and segments that left a class."""
+
+    bytes: int = 0
+    packets: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """TCP payload of a class of data segments."""
+        return self.bytes - self.packets * HEADER_BYTES
+
+    def __add__(self, other: ClassCount) -> ClassCount:
+        """Sum of two classes."""
+        return ClassCount(bytes=self.bytes + other.bytes, packets=self.packets + other.packets)
+
+    def __sub__(self, earlier: ClassCount) -> ClassCount:
+        """What passed since ``earlier``."""
+        return ClassCount(bytes=self.bytes - earlier.bytes, packets=self.packets - earlier.packets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCounter:
+    """Counters of one resource and direction.
+
+    ``high`` and ``kv`` are the lanes of a NIC or switch port, ``shared`` all data of a PCIe link or DRAM (which have no
+    lanes), ``rest`` the part of ``kv`` that came from a source without a queue of its own (0 for paths of the paper).
+    ``drops``, ``overlimits`` and ``backlog_bytes`` are of the whole interface.
+    """
+
+    name: str
+    kv: ClassCount
+    high: ClassCount
+    shared: ClassCount
+    ack: ClassCount
+    rest: ClassCount
+    drops: int
+    overlimits: int
+    backlog_bytes: int
+
+    @property
+    def data(self) -> ClassCount:
+        """Everything but pure acknowledgements."""
+        return self.kv + self.high + self.shared
+
+
+@dataclass(slots=True)
+class _Queue:
+    """One qdisc of a dump."""
+
+    handle: int
+    parent: int
+    count: ClassCount
+    backlog_bytes: int
+    drops: int
+    overlimits: int
+
+
+def read_counters(network: Network) -> dict[str, LinkCounter]:
+    """Counters of every shaped resource, by name ("pe0.snic.rx", "pe0.cnic3.read", "pe0gpu3.pcie.tx", "pe0.dram")."""
+    ports: dict[str, list[ShapedPort]] = defaultdict(list)
+    for port in network.plan.ports.values():
+        ports[port.host].append(port)
+    counters: dict[str, LinkCounter] = {}
+    for host, of_host in ports.items():
+        queues = _queues_by_index(network, host)
+        for port in of_host:
+            counters[port.name] = _count(port, queues.get(port.index, []))
+    return {name: counters[name] for name in network.plan.ports}
+
+
+def total_drops(network: Network) -> int:
+    """Packets dropped anywhere in the cluster since it was built, by queues and by interfaces."""
+    total = 0
+    for host in network.namespaces:
+        for queues in _queues_by_index(network, host).values():
+            # a leaf's drops are repeated by its parent: count every interface once
+            total += max((queue.drops for queue in queues if queue.handle == ROOT), default=0)
+        for message in network.socket(host).dump(_STATS_REQUEST):
+            index = struct.unpack_from("=I", message, 20)[0]
+            stats = attributes(message, _STATS_ATTRIBUTES).get(_STATS_LINK_64)
+            if stats is not None and index >= BRIDGE_INDEX:
+                total += sum(_DROPPED.unpack_from(stats, _DROPPED_OFFSET))
+    return total
+
+
+def _queues_by_index(network: Network, host: str) -> dict[int, list[_Queue]]:
+    found: dict[int, list[_Queue]] = defaultdict(list)
+    for message in network.socket(host).dump(_QDISC_REQUEST):
+        index, handle, parent = _TC_HEADER.unpack_from(message, 20)
+        stats = attributes(message, _TC_ATTRIBUTES).get(_TCA_STATS2)
+        if index < BRIDGE_INDEX or stats is None:
+            continue
+        parts = attributes(stats, 0)
+        size, packets = _BASIC.unpack_from(parts[_STATS_BASIC])
+        _, backlog, drops, _, overlimits = _QUEUE.unpack_from(parts[_STATS_QUEUE])
+        count = ClassCount(bytes=size, packets=packets)
+        found[index].append(_Queue(handle, parent, count, backlog, drops, overlimits))
+    return found
+
+
+def _count(port: ShapedPort, queues: list[_Queue]) -> LinkCounter:
+    none = ClassCount()
+    kv = high = shared = ack = rest = none
+    drops = overlimits = backlog = 0
+    for queue in queues:
+        if queue.handle == ROOT:
+            drops, overlimits, backlog = queue.drops, queue.overlimits, queue.backlog_bytes
+        elif queue.parent == ACK_CLASS:
+            ack = queue.count
+        elif queue.parent == HIGH_CLASS:
+            high = queue.count
+        elif queue.parent >> 16 != ROOT >> 16:
+            continue  # clsact
+        elif port.kind is PortKind.SHARED:
+            shared = queue.count
+        else:
+            kv += queue.count
+            if queue.parent == REST_CLASS:
+                rest = queue.count
+    return LinkCounter(
+        name=port.name, kv=kv, high=high, shared=shared, ack=ack, rest=rest,
+        drops=drops, overlimits=overlimits, backlog_bytes=backlog,
+    )  # fmt: skip
+
+
+def _qdisc_request() -> bytes:
+    message = _DumpInvisible()
+    message["attrs"] = [["TCA_DUMP_INVISIBLE", True]]
+    return encode(message, RTM_GETQDISC, DUMP)
+
+
+def _stats_request() -> bytes:
+    message = ifstatsmsg()
+    message["filter_mask"] = 1 << (_STATS_LINK_64 - 1)
+    return encode(message, _RTM_GETSTATS, DUMP)
+
+
+_QDISC_REQUEST = _qdisc_request()
+_STATS_REQUEST = _stats_request()
