@@ -92,6 +92,26 @@ class BlockLayout:
         return tuple(keys)
 
 
+class KeyChain:
+    """Keys of a growing sequence: ``full`` holds the key of every block filled so far."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self._step = 4 * layout.block_tokens
+        self._state = xxhash.xxh3_64(seed=layout.fingerprint)
+        self._pending = b""
+        self.full: list[int] = []
+
+    def extend(self, tokens: U32) -> list[int]:
+        """Append token ids; the keys of the blocks that they fill."""
+        self._pending += tokens.astype("<u4").tobytes()
+        before = len(self.full)
+        while len(self._pending) >= self._step:
+            self._state.update(self._pending[: self._step])
+            self._pending = self._pending[self._step :]
+            self.full.append(self._state.intdigest())
+        return self.full[before:]
+
+
 def seal_seed(key: int, layer: int) -> int:
     """Seed of the seal of one Layer Block."""
     return (key + (layer + 1) * _LAYER_STEP) & MASK64

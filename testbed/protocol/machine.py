@@ -195,8 +195,7 @@ class ComputePrefill:
 class DecodeItem:
     """One sequence of a decode step: the KV of ``token`` is computed at position ``position``, the next token emitted.
 
-    ``pages``: offsets in HBM of all its Full Blocks, the one being filled last. ``tail_key``: key of the block being
-    filled, set when ``token`` completes it (so that it can be sealed), else 0. ``reread``: hash every byte of KV again.
+    ``pages``: offsets in HBM of its Full Blocks in order. ``reread``: hash every byte of KV again, trust no running sum.
     """
 
     request_id: str
@@ -217,10 +216,11 @@ class ComputeDecode:
 
 @dataclass(frozen=True, slots=True)
 class LoadSequence:
-    """The sequence's prompt KV is in HBM: remember its tokens (needed to extend the KV). No GPU time."""
+    """The sequence's prompt KV is in HBM at ``pages`` (offsets): remember its tokens to extend it. No GPU time."""
 
     request_id: str
     tokens: bytes
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="t", gc=False):
     """Base of all control messages."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First frame on every connection, both ways: who speaks, which protocol version and which block layout."""
 
     role: str
@@ -49,7 +49,7 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
 # --- driver <-> scheduler, index ---------------------------------------------------------------------------------
 
 
-class SubmitRequest(Message):
+class SubmitRequest(Message, frozen=True):
     """Driver -> scheduler: one turn of one agent."""
 
     request_id: str
@@ -57,21 +57,21 @@ class SubmitRequest(Message):
     generate_tokens: int
 
 
-class LookupPrefix(Message):
+class LookupPrefix(Message, frozen=True):
     """Scheduler -> index: how many leading blocks are durable?"""
 
     request_id: str
     keys: tuple[int, ...]
 
 
-class PrefixFound(Message):
+class PrefixFound(Message, frozen=True):
     """Index -> scheduler."""
 
     request_id: str
     hit_blocks: int
 
 
-class PublishBlock(Message):
+class PublishBlock(Message, frozen=True):
     """DRAM -> index: this block is durable on every replica."""
 
     request_id: str
@@ -79,7 +79,7 @@ class PublishBlock(Message):
     parent: int
 
 
-class BlockPublished(Message):
+class BlockPublished(Message, frozen=True):
     """Index -> DRAM: lookups see the block from now on."""
 
     request_id: str
@@ -99,7 +99,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     free_hbm_tokens: int
 
 
-class FetchRequests(Message):
+class FetchRequests(Message, frozen=True):
     """Leader -> scheduler, at every fetch interval: load of all engines and read queues (in tokens) of the nodes."""
 
     group: str
@@ -108,13 +108,13 @@ class FetchRequests(Message):
     read_queues: dict[str, int]
 
 
-class RequestsAssigned(Message):
+class RequestsAssigned(Message, frozen=True):
     """Scheduler -> leader: what the group fetched, and requests whose other half has been chosen since."""
 
     assignments: tuple[Assignment, ...]
 
 
-class EnginesChosen(Message):
+class EnginesChosen(Message, frozen=True):
     """Scheduler -> leader: requests reserved on engines of the group (counted in seq_e and tok_e), other half pending."""
 
     request_ids: tuple[str, ...]
@@ -122,60 +122,60 @@ class EnginesChosen(Message):
     tokens: tuple[int, ...]
 
 
-class AssignPrefill(Message):
+class AssignPrefill(Message, frozen=True):
     """Leader -> PE."""
 
     assignment: Assignment
 
 
-class AssignDecode(Message):
+class AssignDecode(Message, frozen=True):
     """Leader -> DE."""
 
     assignment: Assignment
 
 
-class RequestReleased(Message):
+class RequestReleased(Message, frozen=True):
     """Engine -> leader, leader -> scheduler: the engine has finished (or given up) its part."""
 
     request_id: str
     engine: str
 
 
-class ReadQueueChanged(Message):
-    """DRAM -> its group's leader: tokens waiting to be read or being read at the node."""
+class ReadFinished(Message, frozen=True):
+    """DRAM -> its group's leader: the request's hits have been read here (or given up), its tokens leave read_q."""
 
+    request_id: str
     node: str
-    queued_tokens: int
 
 
 # --- engines <-> DRAM --------------------------------------------------------------------------------------------
 
 
-class LoadPrefix(Message):
+class LoadPrefix(Message, frozen=True):
     """PE -> its node's DRAM: read the hit blocks from storage into the PE buffer (Figure 4, PE path 1-2)."""
 
     assignment: Assignment
 
 
-class ReserveBuffer(Message):
+class ReserveBuffer(Message, frozen=True):
     """DE -> its node's DRAM: hold the whole prompt KV in the DE buffer; on the DE path read the hits into it."""
 
     assignment: Assignment
 
 
-class BufferReserved(Message):
+class BufferReserved(Message, frozen=True):
     """DE DRAM -> PE: space for the request's prompt KV is held; layers may be sent."""
 
     request_id: str
 
 
-class PrefixLoaded(Message):
+class PrefixLoaded(Message, frozen=True):
     """DRAM (of either side) -> PE: all hit blocks are in this DRAM, verified."""
 
     request_id: str
 
 
-class LoadLayers(Message):
+class LoadLayers(Message, frozen=True):
     """PE -> DRAM that holds the blocks: write layers of blocks ``[first, first+count)`` under the grant (path 3-4/3-5)."""
 
     request_id: str
@@ -186,7 +186,7 @@ class LoadLayers(Message):
     grant: GrantRef
 
 
-class OpenLayerWrites(Message):
+class OpenLayerWrites(Message, frozen=True):
     """PE -> DE DRAM: open one grant per layer step for these blocks of the request."""
 
     request_id: str
@@ -195,7 +195,7 @@ class OpenLayerWrites(Message):
     block_count: int
 
 
-class LayerWritesOpened(Message):
+class LayerWritesOpened(Message, frozen=True):
     """DE DRAM -> PE: the grants, one per layer step, in layer order."""
 
     request_id: str
@@ -203,39 +203,39 @@ class LayerWritesOpened(Message):
     grants: tuple[GrantRef, ...]
 
 
-class PrefillFinished(Message):
+class PrefillFinished(Message, frozen=True):
     """PE -> DE: the first token; every layer of every block has been posted to the DE buffer."""
 
     request_id: str
     token: int
 
 
-class PrefixReleased(Message):
+class PrefixReleased(Message, frozen=True):
     """PE -> PE DRAM: the hit blocks in the PE buffer are not needed any more."""
 
     request_id: str
 
 
-class PromptBuffered(Message):
+class PromptBuffered(Message, frozen=True):
     """DE DRAM -> DE: the full prompt KV (hits and misses of all layers) is in the DE buffer."""
 
     request_id: str
 
 
-class LoadPrompt(Message):
+class LoadPrompt(Message, frozen=True):
     """DE -> its DRAM: write the prompt's Full Blocks into HBM under the grant (H2D through the CNIC)."""
 
     request_id: str
     grant: GrantRef
 
 
-class SkipPrompt(Message):
+class SkipPrompt(Message, frozen=True):
     """DE -> its DRAM: no token is left to decode, the buffer may go once its blocks are durable."""
 
     request_id: str
 
 
-class StageBlock(Message):
+class StageBlock(Message, frozen=True):
     """DE -> its DRAM: a full block has accumulated in HBM; room to copy it out, please (D2H, paper 5.2)."""
 
     request_id: str
@@ -243,7 +243,7 @@ class StageBlock(Message):
     parent: int
 
 
-class StageOpened(Message):
+class StageOpened(Message, frozen=True):
     """DRAM -> DE: room for the block."""
 
     request_id: str
@@ -251,24 +251,18 @@ class StageOpened(Message):
     grant: GrantRef
 
 
-class BlocksDurable(Message):
-    """DRAM -> DE: blocks of the request that have become durable and visible since the last such message."""
+class BlockSettled(Message, frozen=True):
+    """DRAM -> DE: persisting a block has ended; ``durable``: on every replica, and visible in the index."""
 
     request_id: str
-    keys: tuple[int, ...]
-
-
-class PersistPlan(Message):
-    """DE DRAM -> DE: how many blocks of the prompt the DRAM persists itself from the buffer."""
-
-    request_id: str
-    block_count: int
+    key: int
+    durable: bool
 
 
 # --- DRAM <-> storage --------------------------------------------------------------------------------------------
 
 
-class ReadBlock(Message):
+class ReadBlock(Message, frozen=True):
     """DRAM -> storage server: write this Full Block under the grant."""
 
     request_id: str
@@ -276,7 +270,7 @@ class ReadBlock(Message):
     grant: GrantRef
 
 
-class BlockUnreadable(Message):
+class BlockUnreadable(Message, frozen=True):
     """Storage server -> DRAM: the block cannot be served."""
 
     request_id: str
@@ -284,14 +278,14 @@ class BlockUnreadable(Message):
     reason: str
 
 
-class PersistBlock(Message):
+class PersistBlock(Message, frozen=True):
     """DRAM -> storage server: room for a Full Block to store, please."""
 
     request_id: str
     key: int
 
 
-class PersistOpened(Message):
+class PersistOpened(Message, frozen=True):
     """Storage server -> DRAM: room for the block."""
 
     request_id: str
@@ -299,14 +293,14 @@ class PersistOpened(Message):
     grant: GrantRef
 
 
-class BlockStored(Message):
+class BlockStored(Message, frozen=True):
     """Storage server -> DRAM: the block is durable here (written, fsynced, renamed)."""
 
     request_id: str
     key: int
 
 
-class BlockNotStored(Message):
+class BlockNotStored(Message, frozen=True):
     """Storage server -> DRAM: the block could not be stored (disk full, corrupt on arrival)."""
 
     request_id: str
@@ -317,7 +311,7 @@ class BlockNotStored(Message):
 # --- to the driver -----------------------------------------------------------------------------------------------
 
 
-class RequestScheduled(Message):
+class RequestScheduled(Message, frozen=True):
     """Scheduler -> driver: engines and read side are chosen (for the TTFT shares of Figure 12)."""
 
     request_id: str
@@ -327,13 +321,13 @@ class RequestScheduled(Message):
     decode_engine: str
 
 
-class PrefillStarted(Message):
+class PrefillStarted(Message, frozen=True):
     """PE -> driver: the hits are in DRAM and the request has entered a forward batch."""
 
     request_id: str
 
 
-class TokensEmitted(Message):
+class TokensEmitted(Message, frozen=True):
     """Engine -> driver: tokens ``first_index, ...`` of the request."""
 
     request_id: str
@@ -341,13 +335,13 @@ class TokensEmitted(Message):
     tokens: tuple[int, ...]
 
 
-class RequestCompleted(Message):
+class RequestCompleted(Message, frozen=True):
     """DE -> driver: all tokens emitted and every full block of the context durable; the next turn will hit."""
 
     request_id: str
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True):
     """Any role -> driver: the request ended with a named error; ``role`` gave up on it."""
 
     request_id: str
@@ -356,7 +350,7 @@ class RequestFailed(Message):
     detail: str
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True):
     """Any role -> the request's other participants: release everything the request holds."""
 
     request_id: str
@@ -376,7 +370,7 @@ AnyMessage = (
     | AssignPrefill
     | AssignDecode
     | RequestReleased
-    | ReadQueueChanged
+    | ReadFinished
     | LoadPrefix
     | ReserveBuffer
     | BufferReserved
@@ -391,8 +385,7 @@ AnyMessage = (
     | SkipPrompt
     | StageBlock
     | StageOpened
-    | BlocksDurable
-    | PersistPlan
+    | BlockSettled
     | ReadBlock
     | BlockUnreadable
     | PersistBlock

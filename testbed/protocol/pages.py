@@ -13,16 +13,20 @@ from testbed.errors import BugError
 
 
 class PagePool:
-    """``capacity`` pages of ``page_bytes`` each, handed out lowest-freed-last (deterministic)."""
+    """``capacity`` pages of ``page_bytes`` each, counted by reference: a page is free when nobody holds it.
 
-    __slots__ = ("_free", "_used", "capacity", "page_bytes", "peak")
+    Whoever reads or writes a page holds it (a request, a write in flight, a block being persisted), so memory cannot
+    be reused under anybody's feet. Pages are handed out last-freed-first, which is deterministic.
+    """
+
+    __slots__ = ("_free", "_holds", "capacity", "page_bytes", "peak")
 
     def __init__(self, *, capacity: int, page_bytes: int) -> None:
         self.capacity = capacity
         self.page_bytes = page_bytes
         self.peak = 0
         self._free = list(range(capacity - 1, -1, -1))
-        self._used: set[int] = set()
+        self._holds: dict[int, int] = {}
 
     @property
     def free(self) -> int:
@@ -31,32 +35,48 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages taken."""
-        return len(self._used)
+        """Pages that somebody holds."""
+        return len(self._holds)
 
     def take(self, count: int) -> tuple[int, ...] | None:
-        """Take ``count`` pages, or None when they are not free. Result: page numbers."""
+        """Take ``count`` pages, held once; None when they are not free. Result: page numbers."""
         if count > len(self._free):
             return None
         if count == 0:
             return ()
         pages = tuple(self._free[-count:][::-1])
         del self._free[-count:]
-        self._used.update(pages)
-        self.peak = max(self.peak, len(self._used))
+        for page in pages:
+            self._holds[page] = 1
+        self.peak = max(self.peak, len(self._holds))
         return pages
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """Return pages.
+    def retain(self, pages: Iterable[int]) -> None:
+        """Hold pages once more.
 
         Raises:
-            BugError: a page that is not taken.
+            BugError: a page that nobody holds.
         """
         for page in pages:
-            if page not in self._used:
-                raise BugError(f"page {page} is given back but was not taken")
-            self._used.discard(page)
-            self._free.append(page)
+            if page not in self._holds:
+                raise BugError(f"page {page} is retained but nobody holds it")
+            self._holds[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Let go of pages; the last holder frees them.
+
+        Raises:
+            BugError: a page that nobody holds.
+        """
+        for page in pages:
+            holds = self._holds.get(page, 0)
+            if not holds:
+                raise BugError(f"page {page} is released but nobody holds it")
+            if holds == 1:
+                del self._holds[page]
+                self._free.append(page)
+            else:
+                self._holds[page] = holds - 1
 
     def offset(self, page: int) -> int:
         """Byte offset of a page in its memory."""

@@ -1,0 +1,179 @@
+"""What all roles share: requests by id, their states by table, deadlines, and the one way a request fails."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from testbed.errors import PeerError
+from testbed.ids import DRIVER, SCHEDULER
+from testbed.protocol import messages as m
+from testbed.protocol.machine import Action, ClearDeadline, DeadlinePassed, Event, Outbox, Received, SetDeadline
+from testbed.protocol.params import ProtocolParams
+from testbed.protocol.transitions import TransitionTable
+
+_REMEMBERED = 8192  # ended requests whose late messages are known to be late
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """A request as one role sees it; roles extend it."""
+
+    request_id: str
+    state: enum.Enum
+    participants: tuple[str, ...] = ()
+    """Roles to tell when this one gives up."""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class RoleMachine(Generic[R]):
+    """A machine that holds one record per request.
+
+    Subclasses set ``table``, implement ``on_message``/``on_event`` and ``release``, and move records only through
+    ``move``, which checks the table and renews the deadline: every wait has one.
+    """
+
+    table: TransitionTable[enum.Enum]
+
+    def __init__(self, role: str, params: ProtocolParams) -> None:
+        self.role = role
+        self.params = params
+        self.records: dict[str, R] = {}
+        self.out = Outbox()
+        self.now_ns = 0
+        self.failures = 0
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._early: dict[str, list[tuple[str, m.Message]]] = {}
+
+    # --- entry ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        """Take one event; what to do about it. Never raises for what a peer does: its request fails by name."""
+        self.now_ns = now_ns
+        if isinstance(event, Received):
+            self._receive(event.sender, event.message)
+        elif isinstance(event, DeadlinePassed) and event.key in self.records:
+            record = self.records[event.key]
+            self.fail(record, f"{type(self).__name__}{_camel(record.state.name)}TimedOut", "the deadline of this state passed")
+        else:
+            self.on_event(event)
+        return self.out.take()
+
+    def _receive(self, sender: str, message: m.Message) -> None:
+        if isinstance(message, m.AbortRequest):
+            record = self.records.get(message.request_id)
+            self._remember(message.request_id)
+            self._early.pop(message.request_id, None)
+            if record is not None:
+                self._drop(record)
+            return
+        try:
+            self.on_message(sender, message)
+        except PeerError as error:
+            request_id = getattr(message, "request_id", None)
+            record = self.records.get(request_id) if isinstance(request_id, str) else None
+            if record is None:
+                raise
+            self.fail(record, "UnexpectedMessage", str(error))
+
+    def on_message(self, sender: str, message: m.Message) -> None:
+        """A control message from a peer."""
+        raise NotImplementedError
+
+    def on_event(self, event: Event) -> None:
+        """Any other event."""
+        raise NotImplementedError
+
+    def release(self, record: R) -> None:
+        """Give back everything the record holds; called once, when it fails or is aborted."""
+        raise NotImplementedError
+
+    # --- records -------------------------------------------------------------------------------------------------
+
+    def begin(self, record: R) -> bool:
+        """Adopt a new record; False when the request is known to have ended, or is here already (a repeat)."""
+        if record.request_id in self._ended or record.request_id in self.records:
+            return False
+        self.records[record.request_id] = record
+        self._renew(record)
+        return True
+
+    def hold_if_early(self, sender: str, request_id: str, message: m.Message) -> bool:
+        """Keep a message that overtook the assignment of its request (it came over another connection)."""
+        if request_id in self.records or request_id in self._ended or len(self._early) >= self.params.queue_limit:
+            return False
+        self._early.setdefault(request_id, []).append((sender, message))
+        return True
+
+    def replay_early(self, request_id: str) -> None:
+        """The request is here now: take the messages that were early."""
+        for sender, message in self._early.pop(request_id, ()):
+            self.on_message(sender, message)
+
+    def find(self, request_id: str, event: str) -> R | None:
+        """The record that an event is for, if the table accepts it in its state; None when it is to be ignored.
+
+        Raises:
+            PeerError: the request was never here, or the table refuses the event.
+        """
+        record = self.records.get(request_id)
+        if record is None:
+            if request_id in self._ended:
+                return None
+            raise PeerError(f"{self.role}: {event} for request {request_id}, which was never here")
+        verdict = self.table.verdict(record.state, event)
+        if verdict == "refuse":
+            raise PeerError(f"{self.role}: {event} for request {request_id} is not expected in state {record.state.name}")
+        return record if verdict == "accept" else None
+
+    def move(self, record: R, event: str, following: enum.Enum) -> None:
+        """Change state; checked against the table; the deadline starts anew, and ends with the record."""
+        self.table.check(record.state, event, following)
+        record.state = following
+        if following in self.table.ends:
+            self.end(record)
+        else:
+            self._renew(record)
+
+    def end(self, record: R) -> None:
+        """Forget a record that has ended well."""
+        self.records.pop(record.request_id, None)
+        self.out.add(ClearDeadline(record.request_id))
+        self._remember(record.request_id)
+
+    def fail(self, record: R, error: str, detail: str) -> None:
+        """End a request with a named error: tell the driver and every participant, release what it held here."""
+        self.failures += 1
+        self.out.send(DRIVER, m.RequestFailed(record.request_id, error, self.role, detail))
+        for peer in dict.fromkeys((*record.participants, SCHEDULER)):
+            if peer != self.role:
+                self.out.send(peer, m.AbortRequest(record.request_id, error))
+        self._drop(record)
+
+    def _drop(self, record: R) -> None:
+        self.records.pop(record.request_id, None)
+        self.out.add(ClearDeadline(record.request_id))
+        self._remember(record.request_id)
+        self.release(record)
+
+    def _renew(self, record: R) -> None:
+        self.out.add(SetDeadline(record.request_id, self.now_ns + self.params.wait_deadline_ns))
+
+    def _remember(self, request_id: str) -> None:
+        self._ended[request_id] = None
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+def participants(assignment: m.Assignment) -> tuple[str, ...]:
+    """Roles that hold something for an assigned request."""
+    a = assignment
+    return (a.prefill_engine, a.decode_engine, a.prefill_node, a.decode_node)
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))

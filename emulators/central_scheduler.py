@@ -1,0 +1,254 @@
+"""Central request scheduler (paper section 6 / 8.2-8.4): assigns (PE, DE) and the read side to every request.
+
+Groups pull. On a PE group's fetch Algorithm 1 runs on the global FIFO; on a DE group's fetch all waiting requests are
+spread over the groups and the fetching group's private queue is placed. A request starts when both are chosen; then the
+read side is decided. What has been assigned since a report counts at once, so that stale reports do not pile requests
+onto one engine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from emulators.base import Record, RoleMachine
+from testbed.errors import PeerError
+from testbed.fabric.spec import NodeKind
+from testbed.ids import DRIVER, INDEX, SCHEDULER, node_of
+from testbed.protocol import messages as m
+from testbed.protocol.machine import Event
+from testbed.protocol.params import ProtocolParams, SystemConfig
+from testbed.protocol.plan import ClusterPlan
+from testbed.protocol.scheduling import (
+    EngineView,
+    Waiting,
+    select_decode,
+    select_decode_group,
+    select_prefill,
+    select_side,
+)
+from testbed.protocol.transitions import TransitionTable
+
+
+class SchedulerState(enum.Enum):
+    """A request at the scheduler."""
+
+    LOOKING_UP = "looking-up"
+    QUEUED = "queued"
+    HALF_CHOSEN = "half-chosen"
+    ASSIGNED = "assigned"
+
+
+TABLE = TransitionTable(
+    role="central scheduler",
+    start=SchedulerState.LOOKING_UP,
+    ends=frozenset({SchedulerState.ASSIGNED}),
+    edges={
+        SchedulerState.LOOKING_UP: {"PrefixFound": (SchedulerState.QUEUED,)},
+        SchedulerState.QUEUED: {"EngineChosen": (SchedulerState.HALF_CHOSEN,)},
+        SchedulerState.HALF_CHOSEN: {"EngineChosen": (SchedulerState.ASSIGNED,)},
+    },
+    ignored={
+        SchedulerState.LOOKING_UP: frozenset({"SubmitRequest"}),
+        SchedulerState.QUEUED: frozenset({"SubmitRequest", "PrefixFound"}),
+        SchedulerState.HALF_CHOSEN: frozenset({"SubmitRequest", "PrefixFound"}),
+    },
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request(Record):
+    tokens: bytes
+    keys: tuple[int, ...]
+    generate_tokens: int
+    hit_blocks: int = 0
+    prefill_engine: str = ""
+    decode_engine: str = ""
+
+    @property
+    def waiting(self) -> Waiting:
+        """As the selection functions see it."""
+        prompt = len(self.tokens) // 4
+        return Waiting(self.request_id, prompt, prompt + self.generate_tokens)
+
+
+class CentralScheduler(RoleMachine[_Request]):
+    """The one scheduler of the cluster."""
+
+    table = TABLE  # type: ignore[assignment]
+
+    def __init__(self, plan: ClusterPlan, system: SystemConfig, params: ProtocolParams) -> None:
+        super().__init__(SCHEDULER, params)
+        self.plan = plan
+        self.system = system
+        self.prefill_queue: deque[str] = deque()
+        self.decode_queue: deque[str] = deque()
+        self.private: dict[str, deque[str]] = {g.name: deque() for g in plan.groups if g.kind is NodeKind.DE}
+        self.group_tokens: dict[str, int] = dict.fromkeys(self.private, 0)
+        self.read_queues: dict[str, int] = dict.fromkeys(plan.nodes, 0)
+        self._turn = {NodeKind.PE: 0, NodeKind.DE: 0}
+        self._side_turn = 0
+
+    def on_event(self, event: Event) -> None:
+        """Nothing but messages concerns the scheduler."""
+
+    def on_message(self, sender: str, message: m.Message) -> None:
+        """Submissions, index answers, fetches."""
+        match message:
+            case m.SubmitRequest():
+                self._submit(message)
+            case m.PrefixFound():
+                self._queue(message)
+            case m.FetchRequests():
+                self._fetch(message)
+            case _:
+                raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for the scheduler")
+
+    def _submit(self, message: m.SubmitRequest) -> None:
+        layout = self.params.layout
+        keys = layout.keys(np.frombuffer(message.tokens, dtype="<u4"))
+        request = _Request(
+            request_id=message.request_id,
+            state=SchedulerState.LOOKING_UP,
+            tokens=message.tokens,
+            keys=keys,
+            generate_tokens=message.generate_tokens,
+        )
+        if not self.begin(request):
+            return
+        if len(self.records) > self.params.queue_limit:
+            self.fail(request, "SchedulerQueueFull", f"more than {self.params.queue_limit} requests wait")
+            return
+        reusable = layout.reusable_blocks(len(message.tokens) // 4)
+        self.out.send(INDEX, m.LookupPrefix(message.request_id, keys[:reusable]))
+
+    def _queue(self, message: m.PrefixFound) -> None:
+        request = self.find(message.request_id, "PrefixFound")
+        if request is None:
+            return
+        request.hit_blocks = message.hit_blocks
+        self.move(request, "PrefixFound", SchedulerState.QUEUED)
+        self.prefill_queue.append(request.request_id)
+        self.decode_queue.append(request.request_id)
+        if not self.system.balanced:
+            request.prefill_engine = self._round_robin(NodeKind.PE)
+            request.decode_engine = self._round_robin(NodeKind.DE)
+
+    def _round_robin(self, kind: NodeKind) -> str:
+        engines = self.plan.engines(kind)
+        self._turn[kind] += 1
+        return engines[(self._turn[kind] - 1) % len(engines)]
+
+    # --- fetches -------------------------------------------------------------------------------------------------
+
+    def _fetch(self, message: m.FetchRequests) -> None:
+        for node, tokens in message.read_queues.items():
+            self.read_queues[node] = tokens
+        views = [EngineView(e.engine, e.node, e.sequences, e.tokens, e.free_hbm_tokens) for e in message.engines]
+        if message.kind == NodeKind.PE.value:
+            chosen = self._fetch_prefill(views)
+        else:
+            self.group_tokens[message.group] = sum(v.tokens for v in views) + self._private_tokens(message.group)
+            chosen = self._fetch_decode(message.group, views)
+        reserved: list[tuple[str, str, int]] = []
+        for request_id, engine in chosen:
+            request = self.records[request_id]
+            if message.kind == NodeKind.PE.value:
+                request.prefill_engine = engine
+            else:
+                request.decode_engine = engine
+            if request.state is SchedulerState.QUEUED:
+                self.move(request, "EngineChosen", SchedulerState.HALF_CHOSEN)
+                reserved.append((request_id, engine, request.waiting.tokens))
+            else:
+                self._assign(request)
+        if reserved:
+            message_out = m.EnginesChosen(
+                tuple(r[0] for r in reserved), tuple(r[1] for r in reserved), tuple(r[2] for r in reserved)
+            )
+            self.out.send(self.plan.leader_of(reserved[0][1]), message_out)
+
+    def _fetch_prefill(self, views: list[EngineView]) -> list[tuple[str, str]]:
+        queue = [self.records[r] for r in self.prefill_queue if r in self.records]
+        if self.system.balanced:
+            chosen = select_prefill(
+                [r.waiting for r in queue],
+                views,
+                self.read_queues,
+                alpha_tokens=self.params.alpha_tokens,
+                beta_tokens=self.params.beta_tokens,
+            )
+        else:
+            members = {v.engine for v in views}
+            chosen = [(r.request_id, r.prefill_engine) for r in queue if r.prefill_engine in members]
+        taken = {request_id for request_id, _ in chosen}
+        self.prefill_queue = deque(r.request_id for r in queue if r.request_id not in taken)
+        return chosen
+
+    def _fetch_decode(self, group: str, views: list[EngineView]) -> list[tuple[str, str]]:
+        waiting = [self.records[r] for r in self.decode_queue if r in self.records]
+        if not self.system.balanced:
+            members = {v.engine for v in views}
+            mine = [r for r in waiting if r.decode_engine in members]
+            taken = {r.request_id for r in mine}
+            self.decode_queue = deque(r.request_id for r in waiting if r.request_id not in taken)
+            return [(r.request_id, r.decode_engine) for r in mine]
+        for request_id, to in select_decode_group([r.waiting for r in waiting], self.group_tokens):
+            self.private[to].append(request_id)
+        self.decode_queue.clear()
+        queue = [self.records[r] for r in self.private[group] if r in self.records]
+        chosen = select_decode([r.waiting for r in queue], views, z_factor=self.params.z_factor)
+        self.private[group] = deque(r.request_id for r in queue[len(chosen) :])
+        return chosen
+
+    def _private_tokens(self, group: str) -> int:
+        return sum(self.records[r].waiting.total_tokens for r in self.private[group] if r in self.records)
+
+    # --- assignment ----------------------------------------------------------------------------------------------
+
+    def _assign(self, request: _Request) -> None:
+        prefill_node, decode_node = node_of(request.prefill_engine), node_of(request.decode_engine)
+        side = self._side(request, prefill_node, decode_node)
+        assignment = m.Assignment(
+            request.request_id,
+            request.tokens,
+            request.keys,
+            request.hit_blocks,
+            request.generate_tokens,
+            side,
+            request.prefill_engine,
+            request.decode_engine,
+            prefill_node,
+            decode_node,
+        )
+        hit_tokens = request.hit_blocks * self.params.layout.block_tokens
+        if side != "none":
+            self.read_queues[prefill_node if side == "pe" else decode_node] += hit_tokens
+        self.move(request, "EngineChosen", SchedulerState.ASSIGNED)
+        for engine in (request.prefill_engine, request.decode_engine):
+            self.out.send(self.plan.leader_of(engine), m.RequestsAssigned((assignment,)))
+        scheduled = m.RequestScheduled(
+            request.request_id, side, hit_tokens, request.prefill_engine, request.decode_engine
+        )
+        self.out.send(DRIVER, scheduled)
+
+    def _side(self, request: _Request, prefill_node: str, decode_node: str) -> str:
+        """Read side of a request (paper 8.4), or "none" when there is nothing to read."""
+        if request.hit_blocks == 0 or not self.system.moves_kv:
+            return "none"
+        if self.system.side_policy == "pe":
+            return "pe"
+        if self.system.side_policy == "round_robin":
+            self._side_turn += 1
+            return "pe" if self._side_turn % 2 else "de"
+        return select_side(self.read_queues[prefill_node], self.read_queues[decode_node])
+
+    def release(self, record: _Request) -> None:
+        """A chosen engine was counted at its leader: uncount it. Queues skip ids whose record is gone."""
+        if record.state is SchedulerState.HALF_CHOSEN:
+            for engine in (record.prefill_engine, record.decode_engine):
+                if engine:
+                    self.out.send(self.plan.leader_of(engine), m.AbortRequest(record.request_id, "Released"))

@@ -1,0 +1,124 @@
+"""All machines of a cluster, by role name: what every world needs to host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from emulators.agent_driver import AgentDriver, Script
+from emulators.central_scheduler import CentralScheduler
+from emulators.decode_engine import DecodeEngine
+from emulators.dram_buffer import DramBuffer
+from emulators.group_leader import GroupLeader
+from emulators.kv_index import KvIndex
+from emulators.prefill_engine import PrefillEngine
+from emulators.storage_server import StorageServer
+from testbed.fabric.spec import NodeKind
+from testbed.ids import DRIVER, INDEX, SCHEDULER, cnic_dram_endpoint, cnic_hbm_endpoint, node_of, snic_endpoint
+from testbed.protocol.batching import CostModel
+from testbed.protocol.machine import Machine
+from testbed.protocol.params import ProtocolParams, SystemConfig
+from testbed.protocol.plan import ClusterPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleDescription:
+    """A role to host: how to make its machine, the memory it owns, and where that memory can be written.
+
+    ``host`` names the place (node, GPU, storage server, central host). ``has_gpu`` and ``has_disk`` say which devices
+    the world must give it.
+    """
+
+    name: str
+    host: str
+    make: Callable[[], Machine]
+    memory_bytes: int = 0
+    endpoints: tuple[str, ...] = ()
+    has_gpu: bool = False
+    has_disk: bool = False
+
+
+def params_for(system: SystemConfig, params: ProtocolParams) -> ProtocolParams:
+    """A system without layerwise prefill has one step that holds all layers, and loads it before it computes."""
+    if system.layerwise:
+        return params
+    return replace(params, layer_group=params.layout.layers, layers_in_flight=1)
+
+
+def describe_roles(
+    plan: ClusterPlan,
+    system: SystemConfig,
+    params: ProtocolParams,
+    cost: CostModel,
+    scripts: Sequence[Script],
+    starts_ns: Sequence[int],
+    *,
+    central_host: str,
+) -> list[RoleDescription]:
+    """Every role of the cluster, storage first, driver last."""
+    params = params_for(system, params)
+    page = params.layout.full_block_bytes
+    roles: list[RoleDescription] = []
+    for server in plan.storage:
+        roles.append(
+            RoleDescription(
+                name=server,
+                host=server,
+                make=lambda server=server: StorageServer(server, params),  # type: ignore[misc]
+                memory_bytes=2 * params.storage_pages * page,
+                endpoints=(snic_endpoint(server),),
+                has_disk=True,
+            )
+        )
+    roles.append(RoleDescription(name=INDEX, host=central_host, make=KvIndex))
+    roles.append(
+        RoleDescription(name=SCHEDULER, host=central_host, make=lambda: CentralScheduler(plan, system, params))
+    )
+    for group in plan.groups:
+        for node in group.nodes:
+            roles.append(_dram(node, plan, params))
+        for engine in group.engines:
+            roles.append(_engine(engine, group.kind, plan, system, params, cost))
+        roles.append(
+            RoleDescription(
+                name=group.leader, host=group.engines[0], make=lambda group=group: GroupLeader(group, params)  # type: ignore[misc]
+            )
+        )
+    roles.append(
+        RoleDescription(name=DRIVER, host=central_host, make=lambda: AgentDriver(scripts, starts_ns, params))
+    )
+    return roles
+
+
+def _dram(node: str, plan: ClusterPlan, params: ProtocolParams) -> RoleDescription:
+    engines = [e for e in plan.group_of_node(node).engines if node_of(e) == node]
+    return RoleDescription(
+        name=node,
+        host=node,
+        make=lambda: DramBuffer(node, plan, params),
+        memory_bytes=(params.dram_pages + params.stage_pages) * params.layout.full_block_bytes,
+        endpoints=(snic_endpoint(node), *(cnic_dram_endpoint(e) for e in engines)),
+    )
+
+
+def _engine(
+    engine: str, kind: NodeKind, plan: ClusterPlan, system: SystemConfig, params: ProtocolParams, cost: CostModel
+) -> RoleDescription:
+    leader = plan.leader_of(engine)
+    if kind is NodeKind.PE:
+        return RoleDescription(
+            name=engine,
+            host=engine,
+            make=lambda: PrefillEngine(engine, leader, system, params, cost),
+            memory_bytes=params.pe_hbm_pages * params.pe_page_bytes,
+            endpoints=(cnic_hbm_endpoint(engine),),
+            has_gpu=True,
+        )
+    return RoleDescription(
+        name=engine,
+        host=engine,
+        make=lambda: DecodeEngine(engine, leader, system, params, cost),
+        memory_bytes=params.de_hbm_pages * params.layout.full_block_bytes,
+        endpoints=(cnic_hbm_endpoint(engine),),
+        has_gpu=True,
+    )

@@ -1,0 +1,45 @@
+"""KV index: which Full Blocks are durable, as a trie with prefix sharing (paper A.5).
+
+Invariant: a block is visible only after every replica is durable (the DRAM publishes it then, and only then). No
+eviction: in replay the hit length is computed without one (paper A.4).
+"""
+
+from __future__ import annotations
+
+from testbed.errors import PeerError
+from testbed.ids import INDEX
+from testbed.protocol import messages as m
+from testbed.protocol.machine import Action, Event, Outbox, Received, Started
+from testbed.protocol.trie import PrefixTrie
+
+
+class KvIndex:
+    """Answers prefix look-ups and takes publications. Stateless per request, hence no transition table."""
+
+    def __init__(self) -> None:
+        self.role = INDEX
+        self.trie = PrefixTrie()
+        self.out = Outbox()
+
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        """Look-ups and publications; both are idempotent.
+
+        Raises:
+            PeerError: any other message.
+        """
+        if isinstance(event, Received):
+            message = event.message
+            match message:
+                case m.LookupPrefix():
+                    hits = self.trie.longest_prefix(message.keys)
+                    self.out.send(event.sender, m.PrefixFound(message.request_id, hits))
+                case m.PublishBlock():
+                    self.trie.insert(message.key, message.parent)
+                    self.out.send(event.sender, m.BlockPublished(message.request_id, message.key))
+                case m.AbortRequest():
+                    pass
+                case _:
+                    raise PeerError(f"{self.role}: {type(message).__name__} from {event.sender} is not for an index")
+        elif not isinstance(event, Started):
+            raise PeerError(f"{self.role}: {type(event).__name__} is not for an index")
+        return self.out.take()

@@ -1,0 +1,463 @@
+"""Prefill engine (PE): layerwise prefill over both read paths (paper 2.1, 4.1; Figure 4).
+
+Per layer step, with ``layers_in_flight`` steps ahead: take HBM pages for the batch, let the DRAM that holds the hits
+write their Layer Blocks (PE path 3-4, DE path 3-5), compute, write to the DE buffer (PE path 5-7: hits and misses;
+DE path: misses only), free the pages. Basic is the same machine with one step that holds all layers.
+
+A prompt that exceeds the compute quota is prefilled in chunks (paper 8.5); blocks of an earlier chunk are in the DE
+buffer by then and are loaded from there, like hits on the DE path.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from emulators.base import Record, RoleMachine, participants
+from testbed.errors import PeerError
+from testbed.ids import DRIVER, cnic_hbm_endpoint
+from testbed.protocol import messages as m
+from testbed.protocol.batching import Candidate, Chunk, CostModel, pack_forward
+from testbed.protocol.grants import GrantIssuer, GrantRef, Landing
+from testbed.protocol.machine import (
+    CloseGrant,
+    ComputeFinished,
+    ComputePrefill,
+    Event,
+    ForgetSequence,
+    LandingRefused,
+    OpenGrant,
+    PrefillItem,
+    Started,
+    Write,
+    WriteCompleted,
+    WriteFailed,
+    WriteLanded,
+)
+from testbed.protocol.pages import PagePool
+from testbed.protocol.params import ProtocolParams, SystemConfig
+from testbed.protocol.transitions import TransitionTable
+
+
+class PrefillState(enum.Enum):
+    """A request at a PE."""
+
+    RESERVING = "reserving DE buffer"
+    READING = "hits being read"
+    RUNNABLE = "runnable"
+    RUNNING = "in a forward"
+    FLUSHING = "sending last layers"
+    FINISHED = "finished"
+
+
+_V, _R, _Q, _C, _F, _X = PrefillState
+
+TABLE = TransitionTable(
+    role="prefill engine",
+    start=_V,
+    ends=frozenset({_X}),
+    edges={
+        _V: {"BufferReserved": (_R, _Q), "PrefixLoaded": (_V,)},
+        _R: {"PrefixLoaded": (_Q,)},
+        _Q: {"Packed": (_C,), "LayerWritesOpened": (_Q,)},
+        _C: {"LayerWritesOpened": (_C,), "ChunkComputed": (_Q, _F)},
+        _F: {"LayerWritesOpened": (_F,), "AllFlushed": (_X,)},
+    },
+    ignored={state: frozenset({"AssignPrefill", "BufferReserved", "PrefixLoaded"}) for state in (_Q, _C, _F)}
+    | {state: frozenset({"AssignPrefill"}) for state in (_V, _R)},
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prompt(Record):
+    assignment: m.Assignment
+    computed_tokens: int = 0
+    prefix_loaded: bool = False
+    chunk: int = 0
+    layer_grants: dict[int, tuple[GrantRef, ...]] = field(default_factory=dict)  # by chunk
+    flushes_out: int = 0  # steps computed and not yet wholly in the DE buffer
+
+
+class _Stage(enum.Enum):
+    """A layer step of a forward."""
+
+    LOADING = 1
+    LOADED = 2
+    COMPUTING = 3
+    FLUSHING = 4
+
+
+@dataclass(slots=True)
+class _Share:
+    """One request's share of a layer step: its pages, what is still to land, what is still to leave."""
+
+    prompt: _Prompt
+    chunk: Chunk
+    number: int
+    pages: tuple[int, ...]
+    loads_left: int = 0
+    flushed: bool = False
+    posted: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    index: int
+    begin: int
+    end: int
+    stage: _Stage
+    shares: list[_Share]
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A batch going through the layers: ``next_load``/``next_compute`` are step numbers."""
+
+    items: list[tuple[_Prompt, Chunk, int]]
+    next_load: int = 0
+    next_compute: int = 0
+
+
+class PrefillEngine(RoleMachine[_Prompt]):
+    """One PE (one GPU). Memory: ``pe_hbm_pages`` pages of one block's share of a layer step."""
+
+    table = TABLE  # type: ignore[assignment]
+
+    def __init__(
+        self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel
+    ) -> None:
+        super().__init__(engine, params)
+        self.leader = leader
+        self.system = system
+        self.cost = cost
+        self.hbm = PagePool(capacity=params.pe_hbm_pages, page_bytes=params.pe_page_bytes)
+        self.issuer = GrantIssuer()
+        self.runnable: deque[str] = deque()
+        self.forward: _Forward | None = None
+        self.steps: list[_Step] = []  # steps that hold HBM, oldest first; may belong to two forwards
+        self.computing: _Step | None = None
+        self.loads: dict[int, tuple[_Step, _Share]] = {}  # open grant -> whose
+        self.flushes: dict[int, tuple[_Step, _Share]] = {}  # write out -> whose
+        self._next_id = 0
+
+    # --- admission -----------------------------------------------------------------------------------------------
+
+    def on_message(self, sender: str, message: m.Message) -> None:
+        """Assignments from the leader; progress from the DRAMs of both nodes."""
+        match message:
+            case m.AssignPrefill():
+                self._admit(message.assignment)
+                self.replay_early(message.assignment.request_id)
+            case (m.BufferReserved() | m.PrefixLoaded()) if self.hold_if_early(sender, message.request_id, message):
+                pass
+            case m.BufferReserved():
+                if (prompt := self.find(message.request_id, "BufferReserved")) is not None:
+                    self._buffer_reserved(prompt)
+            case m.PrefixLoaded():
+                if (prompt := self.find(message.request_id, "PrefixLoaded")) is not None:
+                    prompt.prefix_loaded = True
+                    if prompt.state is _R:
+                        self._make_runnable(prompt, "PrefixLoaded")
+                    else:
+                        self.move(prompt, "PrefixLoaded", _V)
+            case m.LayerWritesOpened():
+                if (prompt := self.find(message.request_id, "LayerWritesOpened")) is not None:
+                    prompt.layer_grants[message.chunk] = message.grants
+                    self.move(prompt, "LayerWritesOpened", prompt.state)
+                    self._advance()
+            case _:
+                raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for a prefill engine")
+
+    def _admit(self, a: m.Assignment) -> None:
+        prompt = _Prompt(request_id=a.request_id, state=_V, participants=participants(a), assignment=a)
+        prompt.computed_tokens = a.hit_blocks * self.params.layout.block_tokens
+        if not self.begin(prompt):
+            return
+        prompt.prefix_loaded = a.read_side == "none"
+        if len(a.keys) > self._batch_blocks():
+            detail = f"{len(a.keys)} blocks per layer step exceed the {self._batch_blocks()} that the HBM of {self.role} holds"
+            self.fail(prompt, "HbmTooSmall", detail)
+        elif not self.system.moves_kv:
+            self._make_runnable(prompt, "BufferReserved")
+
+    def _batch_blocks(self) -> int:
+        """Blocks that a forward may span: HBM holds the steps in flight, and as many being sent."""
+        if not self.system.layerwise:
+            return self.hbm.capacity
+        return self.hbm.capacity // (2 * min(self.params.layers_in_flight, len(self.params.steps)))
+
+    def _buffer_reserved(self, prompt: _Prompt) -> None:
+        a = prompt.assignment
+        if a.read_side == "pe":
+            self.out.send(a.prefill_node, m.LoadPrefix(a))
+        if prompt.prefix_loaded:
+            self._make_runnable(prompt, "BufferReserved")
+        else:
+            self.move(prompt, "BufferReserved", _R)
+
+    def _make_runnable(self, prompt: _Prompt, event: str) -> None:
+        self.move(prompt, event, _Q)
+        self.runnable.append(prompt.request_id)
+        self._advance()
+
+    # --- the forward ---------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Start whatever can start: a forward, loads, a compute, flushes."""
+        self._start_forward()
+        self._start_loads()
+        self._start_compute()
+        self._post_flushes()
+
+    def _start_forward(self) -> None:
+        if self.forward is not None or not self.runnable:
+            return
+        queue = [self.records[r] for r in self.runnable if r in self.records]
+        candidates = [
+            Candidate(p.request_id, p.computed_tokens, p.assignment.prompt_tokens - p.computed_tokens) for p in queue
+        ]
+        chunks = pack_forward(
+            candidates,
+            self.cost,
+            quota_ns=self.params.compute_quota_ns,
+            attention_layers=self.params.layout.layers if self.params.quota_scope == "forward" else 1,
+            block_tokens=self.params.layout.block_tokens,
+            memory_blocks=self._batch_blocks(),
+        )
+        taken = {c.request_id for c in chunks}
+        self.runnable = deque(p.request_id for p in queue if p.request_id not in taken)
+        if not chunks:
+            return
+        items: list[tuple[_Prompt, Chunk, int]] = []
+        for chunk in chunks:
+            prompt = self.records[chunk.request_id]
+            self.move(prompt, "Packed", _C)
+            items.append((prompt, chunk, prompt.chunk))
+            if prompt.chunk == 0:
+                self.out.send(DRIVER, m.PrefillStarted(prompt.request_id))
+            if self.system.moves_kv:
+                self._open_layer_writes(prompt, chunk)
+        self.forward = _Forward(items)
+
+    def _sent_from(self, prompt: _Prompt, chunk: Chunk, number: int) -> int:
+        """First block that this chunk sends to the DE buffer: hits go along on the PE path, once."""
+        if number == 0 and prompt.assignment.read_side == "pe":
+            return 0
+        return chunk.cached_tokens // self.params.layout.block_tokens
+
+    def _open_layer_writes(self, prompt: _Prompt, chunk: Chunk) -> None:
+        first = self._sent_from(prompt, chunk, prompt.chunk)
+        count = self.params.layout.blocks(chunk.cached_tokens + chunk.new_tokens) - first
+        a = prompt.assignment
+        self.out.send(a.decode_node, m.OpenLayerWrites(a.request_id, prompt.chunk, first, count))
+
+    def _start_loads(self) -> None:
+        """Take HBM for further steps and ask for their loads, as far as the depth and the memory allow."""
+        forward = self.forward
+        if forward is None:
+            return
+        ranges = self.params.steps
+        while forward.next_load < len(ranges):
+            ahead = sum(1 for s in self.steps if s.stage is not _Stage.FLUSHING)
+            if ahead >= self.params.layers_in_flight:
+                return
+            needs = [self.params.layout.blocks(c.cached_tokens + c.new_tokens) for _, c, _ in forward.items]
+            pages = self.hbm.take(sum(needs))
+            if pages is None:
+                return
+            begin, end = ranges[forward.next_load]
+            step = _Step(forward.next_load, begin, end, _Stage.LOADING, [])
+            forward.next_load += 1
+            self.steps.append(step)
+            at = 0
+            for (prompt, chunk, number), count in zip(forward.items, needs, strict=True):
+                share = _Share(prompt, chunk, number, pages[at : at + count])
+                at += count
+                step.shares.append(share)
+                if prompt.request_id in self.records and self.system.moves_kv:
+                    self._request_loads(step, share)
+            self._loaded(step)
+
+    def _request_loads(self, step: _Step, share: _Share) -> None:
+        """Ask the DRAMs that hold the blocks: hits where they were read, earlier chunks in the DE buffer."""
+        a = share.prompt.assignment
+        cached = share.chunk.cached_tokens // self.params.layout.block_tokens
+        sources: list[tuple[str, int, int]] = []
+        if a.hit_blocks:
+            sources.append((a.prefill_node if a.read_side == "pe" else a.decode_node, 0, a.hit_blocks))
+        if cached > a.hit_blocks:
+            sources.append((a.decode_node, a.hit_blocks, cached))
+        for node, first, last in sources:
+            pieces = tuple(self.hbm.offset(p) for p in share.pages[first:last])
+            size = (step.end - step.begin) * self.params.layout.layer_block_bytes
+            landing = Landing(
+                pieces=pieces, piece_bytes=size, keys=a.keys[first:last], layer_begin=step.begin, layer_end=step.end
+            )
+            ref = self.issuer.issue(cnic_hbm_endpoint(self.role), landing)
+            self.out.add(OpenGrant(ref, landing))
+            self.loads[ref.grant_id] = (step, share)
+            share.loads_left += 1
+            self.out.send(node, m.LoadLayers(a.request_id, first, last - first, step.begin, step.end, ref))
+
+    def _loaded(self, step: _Step) -> None:
+        if step.stage is _Stage.LOADING and not any(share.loads_left for share in step.shares):
+            step.stage = _Stage.LOADED
+
+    def _start_compute(self) -> None:
+        forward = self.forward
+        if forward is None or self.computing is not None:
+            return
+        step = next((s for s in self.steps if s.stage is _Stage.LOADED and s.index == forward.next_compute), None)
+        if step is None:
+            return
+        step.stage = _Stage.COMPUTING
+        self.computing = step
+        alive = [s for s in step.shares if s.prompt.request_id in self.records]
+        batch = [(s.chunk.cached_tokens, s.chunk.new_tokens) for s in alive]
+        duration_ns = self.cost.prefill_layer_time_ns(batch, step.end - step.begin) if batch else 0
+        items = tuple(self._item(share) for share in alive)
+        self.out.add(ComputePrefill(self._new_id(), duration_ns, step.begin, step.end, items))
+
+    def _item(self, share: _Share) -> PrefillItem:
+        a, chunk = share.prompt.assignment, share.chunk
+        end = chunk.cached_tokens + chunk.new_tokens
+        return PrefillItem(
+            a.request_id,
+            a.tokens,
+            a.keys[: len(share.pages)],
+            tuple(self.hbm.offset(p) for p in share.pages),
+            chunk.cached_tokens // self.params.layout.block_tokens,
+            end,
+            end == a.prompt_tokens,
+        )
+
+    def _computed(self, tokens: dict[str, int]) -> None:
+        step, forward = self.computing, self.forward
+        assert step is not None and forward is not None
+        self.computing = None
+        step.stage = _Stage.FLUSHING
+        forward.next_compute += 1
+        for share in step.shares:
+            share.prompt.flushes_out += 1
+            if share.prompt.request_id not in self.records or not self.system.moves_kv:
+                self._flushed(share)
+        if forward.next_compute == len(self.params.steps):
+            self.forward = None
+            for prompt, chunk, _ in forward.items:
+                if prompt.request_id in self.records:
+                    self._chunk_computed(prompt, chunk, tokens)
+        self._retire()
+        self._advance()
+
+    def _chunk_computed(self, prompt: _Prompt, chunk: Chunk, tokens: dict[str, int]) -> None:
+        prompt.computed_tokens += chunk.new_tokens
+        prompt.chunk += 1
+        a = prompt.assignment
+        if prompt.computed_tokens < a.prompt_tokens:
+            self.move(prompt, "ChunkComputed", _Q)
+            self._check_flushed(prompt)
+            return
+        token = tokens[a.request_id]
+        self.move(prompt, "ChunkComputed", _F)
+        self.out.send(DRIVER, m.TokensEmitted(a.request_id, 0, (token,)))
+        self.out.send(a.decode_engine, m.PrefillFinished(a.request_id, token))
+        if a.read_side == "pe":
+            self.out.send(a.prefill_node, m.PrefixReleased(a.request_id))
+        self._check_flushed(prompt)
+
+    # --- sending to the DE buffer --------------------------------------------------------------------------------
+
+    def _post_flushes(self) -> None:
+        for step in self.steps:
+            if step.stage is not _Stage.FLUSHING:
+                continue
+            for share in step.shares:
+                grants = share.prompt.layer_grants.get(share.number)
+                if share.posted or share.flushed or grants is None:
+                    continue
+                first = self._sent_from(share.prompt, share.chunk, share.number)
+                pieces = tuple(self.hbm.offset(p) for p in share.pages[first:])
+                size = (step.end - step.begin) * self.params.layout.layer_block_bytes
+                write_id = self._new_id()
+                self.flushes[write_id] = (step, share)
+                share.posted = True
+                self.out.add(Write(write_id, grants[step.index], cnic_hbm_endpoint(self.role), pieces, size))
+
+    def _flushed(self, share: _Share) -> None:
+        share.flushed = True
+        share.prompt.flushes_out -= 1
+
+    def _check_flushed(self, prompt: _Prompt) -> None:
+        """All layers so far are in the DE buffer: the prompt ends here, or its next chunk may load them from there."""
+        if prompt.flushes_out:
+            return
+        if prompt.state is _F:
+            self.out.send(self.leader, m.RequestReleased(prompt.request_id, self.role))
+            self.move(prompt, "AllFlushed", _X)
+        elif prompt.state is _Q:
+            self.runnable.appendleft(prompt.request_id)
+
+    def _retire(self) -> None:
+        """Free the HBM of steps that have left it."""
+        for step in [s for s in self.steps if s.stage is _Stage.FLUSHING and all(h.flushed for h in s.shares)]:
+            self.steps.remove(step)
+            for share in step.shares:
+                self.hbm.release(share.pages)
+
+    # --- completions ---------------------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """Landings in HBM, completions of compute and of own writes."""
+        match event:
+            case WriteLanded():
+                if (entry := self.loads.pop(event.grant_id, None)) is not None:
+                    entry[1].loads_left -= 1
+                    self._loaded(entry[0])
+                    self._advance()
+            case LandingRefused():
+                entry = self.loads.get(event.grant_id)
+                if entry is not None and entry[1].prompt.request_id in self.records:
+                    self.fail(entry[1].prompt, "WrongBlockLanded", event.reason)
+            case ComputeFinished():
+                self._computed(event.tokens)
+            case WriteCompleted():
+                self._write_ended(event.write_id, "")
+            case WriteFailed():
+                self._write_ended(event.write_id, event.reason)
+            case Started():
+                pass
+            case _:
+                raise PeerError(f"{self.role}: {type(event).__name__} is not for a prefill engine")
+
+    def _write_ended(self, write_id: int, failure: str) -> None:
+        _, share = self.flushes.pop(write_id)
+        self._flushed(share)
+        prompt = share.prompt
+        if prompt.request_id in self.records:
+            if failure:
+                self.fail(prompt, "WriteRefused", failure)
+            else:
+                self._check_flushed(prompt)
+        self._retire()
+        self._advance()
+
+    def release(self, record: _Prompt) -> None:
+        """Close the request's grants; its share of every step goes on empty and is freed with the step."""
+        for grant_id in [g for g, (_, share) in self.loads.items() if share.prompt is record]:
+            step, share = self.loads.pop(grant_id)
+            share.loads_left -= 1
+            self.out.add(CloseGrant(grant_id))
+            self._loaded(step)
+        for step in self.steps:
+            for share in step.shares:
+                if share.prompt is record and step.stage is _Stage.FLUSHING and not share.posted and not share.flushed:
+                    self._flushed(share)
+        self.out.add(ForgetSequence(record.request_id))
+        self.out.send(self.leader, m.RequestReleased(record.request_id, self.role))
+        self._retire()
+        self._advance()
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id

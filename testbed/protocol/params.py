@@ -1,0 +1,115 @@
+"""Every number that the protocol needs and the paper leaves open, by name, with a default and a reason.
+
+The list follows section 17 of the reference (UNKNOWN). Values are in emulated units; a scenario scales them.
+Systems of the evaluation are configurations of the same machines, see ``SystemConfig``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from testbed.errors import ConfigError
+from testbed.protocol.layout import BlockLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolParams:
+    """Parameters shared by all roles of a run."""
+
+    layout: BlockLayout
+    layer_group: int = 1
+    """Layers per step: 1 is the paper's; more means fewer, larger transfers (cheaper to emulate)."""
+    layers_in_flight: int = 2
+    """Layer steps loaded ahead of compute. UNKNOWN; overlap of load and compute needs at least 2."""
+    fetch_interval_ns: int = 20_000_000
+    """Period at which a group pulls work. UNKNOWN; short beside a prefill, long beside a control round trip."""
+    alpha_tokens: int = 3_700_000
+    """Read queue above which a node is second choice: tokens readable in 3 s (paper 8.2)."""
+    beta_tokens: int = 800_000
+    """Engine load above which it is never assigned: tokens one GPU processes in 5 s (paper 8.2)."""
+    z_factor: float = 1.05
+    """Slack on the mean token count in DE selection (paper 8.3; unexplained there)."""
+    compute_quota_ns: int = 300_000_000
+    """Attention time a forward batch may have (paper 8.5). Scope UNKNOWN: ``quota_scope``."""
+    quota_scope: Literal["forward", "layer"] = "forward"
+    """Whether the quota bounds the attention of one layer or of the whole forward; per layer it rarely binds."""
+    wait_deadline_ns: int = 60_000_000_000
+    """Longest wait of a request in any one state of any role; then it ends with a named error."""
+    read_window_blocks: int = 64
+    """Full Blocks a node has requested from storage and not received: deep enough to fill the SNIC, bounded."""
+    persist_window_blocks: int = 16
+    """Full Blocks a node is writing back at once."""
+    replicas: int = 2
+    """Copies of a block on different storage servers (3FS writes all, reads any)."""
+    dram_pages: int = 1024
+    """Full Blocks of buffer in a node's DRAM (KV DRAM of A.4 divided by the Full Block)."""
+    stage_pages: int = 32
+    """Full Blocks of DRAM kept apart for copying generated blocks out, so that full buffers cannot block decode."""
+    pe_hbm_bytes: int = 1 << 26
+    """HBM of a PE for KV in transit. UNKNOWN."""
+    de_hbm_pages: int = 1024
+    """Full Blocks of HBM of a DE for decode. UNKNOWN."""
+    max_decode_batch: int = 256
+    """Sequences a DE decodes in one step (the paper batches everything)."""
+    storage_pages: int = 64
+    """Full Blocks of staging memory in a storage server, for reads and for writes each."""
+    queue_limit: int = 65_536
+    """Requests or blocks that any queue may hold; beyond, the newcomer is refused by name."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for values that no machine can work with."""
+        if not 1 <= self.layer_group <= self.layout.layers:
+            raise ConfigError(f"protocol.layer_group is {self.layer_group}; the model has {self.layout.layers} layers.")
+        for key in ("layers_in_flight", "replicas", "dram_pages", "stage_pages", "de_hbm_pages", "read_window_blocks"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"protocol.{key} is {getattr(self, key)}, but it must be at least 1.")
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """Layer ranges ``[begin, end)`` of the steps of a forward."""
+        layers, group = self.layout.layers, self.layer_group
+        return tuple((a, min(a + group, layers)) for a in range(0, layers, group))
+
+    @property
+    def pe_page_bytes(self) -> int:
+        """Page of PE HBM: one block's share of a layer step."""
+        return self.layer_group * self.layout.layer_block_bytes
+
+    @property
+    def pe_hbm_pages(self) -> int:
+        """Pages of PE HBM."""
+        return self.pe_hbm_bytes // self.pe_page_bytes
+
+
+SidePolicy = Literal["pe", "round_robin", "shorter_queue"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemConfig:
+    """One system of the evaluation (paper 7.2, A.2, 7.5)."""
+
+    name: str
+    title: str
+    layerwise: bool
+    """Layerwise prefill: only the layers in flight are in PE HBM. Without it all layers are, before compute starts."""
+    side_policy: SidePolicy
+    """Who reads: always the PE node; sides in turn; the side with the shorter read queue (paper 8.4)."""
+    balanced: bool
+    """Engines chosen by Algorithm 1 and the two DE levels (paper 8.2, 8.3); else round robin."""
+    moves_kv: bool = True
+    """False for Oracle: no storage reads, no copies, no PE-DE transfers."""
+
+
+SYSTEMS: dict[str, SystemConfig] = {
+    system.name: system
+    for system in (
+        SystemConfig(name="basic", title="Basic", layerwise=False, side_policy="pe", balanced=False),
+        SystemConfig(name="layerwise", title="+ layerwise", layerwise=True, side_policy="pe", balanced=False),
+        SystemConfig(name="dual-path-rr", title="+ dual path", layerwise=True, side_policy="round_robin", balanced=False),
+        SystemConfig(name="dualpath", title="DualPath", layerwise=True, side_policy="shorter_queue", balanced=True),
+        SystemConfig(
+            name="oracle", title="Oracle", layerwise=True, side_policy="pe", balanced=True, moves_kv=False
+        ),
+    )
+}
