@@ -194,7 +194,9 @@ def _clsact() -> bytes:
 def _redirect(hook: int, ifb_index: int) -> bytes:
     action = {"kind": "mirred", "direction": "egress", "action": "redirect", "ifindex": ifb_index}
     options = cls_u32.get_parameters({"target": SHARED_CLASS, "keys": ["0x0/0x0+0"], "action": [action]})
-    return tc_request(RTM_NEWTFILTER, "u32", parent=hook, info=filter_info(_LANE_PRIO, _ETH_P_ALL), options=options)
+    # u32 lists the filters of both hooks of a clsact under either if their preferences are equal: keep them apart
+    prio = 1 if hook == INGRESS_HOOK else 2
+    return tc_request(RTM_NEWTFILTER, "u32", parent=hook, info=filter_info(prio, _ETH_P_ALL), options=options)
 
 
 def filter_info(prio: int, protocol: int) -> int:
