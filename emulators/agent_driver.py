@@ -43,9 +43,14 @@ TABLE = TransitionTable(
     ends=frozenset({_X}),
     edges={
         # Roles speak to the driver over connections of their own, so the news of a request may overtake each other.
-        _S: {"RequestScheduled": (_C,), "PrefillStarted": (_P,), "TokensEmitted": (_D,)},
-        _C: {"PrefillStarted": (_P,), "TokensEmitted": (_D,)},
-        _P: {"RequestScheduled": (_P,), "TokensEmitted": (_D,)},
+        _S: {
+            "RequestScheduled": (_C,),
+            "PrefillStarted": (_P,),
+            "TokensEmitted": (_D,),
+            "RequestCompleted": (_D,),
+        },
+        _C: {"PrefillStarted": (_P,), "TokensEmitted": (_D,), "RequestCompleted": (_D,)},
+        _P: {"RequestScheduled": (_P,), "TokensEmitted": (_D,), "RequestCompleted": (_D,)},
         _D: {
             "RequestScheduled": (_D,),
             "PrefillStarted": (_D,),

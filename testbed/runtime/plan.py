@@ -1,0 +1,46 @@
+"""Everything a run needs, resolved: no file is read and no default is chosen after this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.fabric.spec import ClusterSpec
+from testbed.models.compute import ComputeModel
+from testbed.models.scale import FittedScale
+from testbed.protocol.params import ProtocolParams, SystemConfig
+from testbed.protocol.plan import ClusterPlan
+from testbed.workload.trajectory import AgentScript
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrustLimits:
+    """What a run must keep to be called valid."""
+
+    link_tolerance: float = 0.02
+    """Largest error of a calibrated link against its theoretical goodput."""
+    ledger_tolerance: float = 0.02
+    """Largest error of the bytes counted by the kernel against the step counts of the paper."""
+    lag_p99_ms: float = 50.0
+    """Largest 99th percentile of any role's event-loop lag."""
+    cpu_share: float = 0.95
+    """Largest share of the host's CPU time used during a run; beyond, the host was the bottleneck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """One scenario, ready to run. ``starts_ns`` are agents' arrival times in emulated ns, one per script."""
+
+    scenario: str
+    seed: int
+    cluster: ClusterSpec
+    roles: ClusterPlan
+    params: ProtocolParams
+    systems: tuple[SystemConfig, ...]
+    cost: ComputeModel
+    scale: FittedScale
+    scripts: tuple[AgentScript, ...]
+    starts_ns: tuple[int, ...]
+    vocab_size: int
+    limits: TrustLimits
+    run_dir: Path

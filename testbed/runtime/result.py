@@ -1,0 +1,47 @@
+"""What a run yields, before anything is judged or printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from emulators.agent_driver import Outcome
+from testbed.fabric.live.calibrate import LinkMeasurement
+from testbed.fabric.live.counters import LinkCounter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnicSample:
+    """Bytes of KV data (headers included) that each SNIC direction had carried at ``at_ns``; by resource name."""
+
+    at_ns: int
+    wire_bytes: Mapping[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class SystemRun:
+    """One system's run. Times are on the host's monotonic clock; counters are deltas over the run."""
+
+    system: str
+    started_ns: int
+    ended_ns: int
+    outcomes: list[Outcome]
+    counters: Mapping[str, LinkCounter]
+    samples: list[SnicSample] = field(default_factory=list)
+    reports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Final report of every role (event-loop lag, CPU, memory, queues), by role name."""
+    host_cpu_share: float = 0.0
+    """Share of the host's CPU time in use during the run, by anybody (0 to 1)."""
+    tokens_verified: int = 0
+    wrong_tokens: list[str] = field(default_factory=list)
+    """One sentence per round whose tokens differ from the reference."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveResult:
+    """All systems of a scenario, run one after the other on one network."""
+
+    links: list[LinkMeasurement]
+    shaping_faults: list[str]
+    """What the kernel says differs from the specification, one sentence each."""
+    systems: list[SystemRun]
