@@ -27,6 +27,9 @@ from testbed.fabric.live.addresses import BRIDGE_INDEX, PortKind, ShapedPort
 from testbed.fabric.live.lanes import ACK_CLASS, HIGH_CLASS, REST_CLASS, ROOT, RTM_GETQDISC
 from testbed.fabric.live.netlink import DUMP, attributes, encode
 from testbed.fabric.live.network import Network
+from testbed.fabric.live.readback import verify_shaping
+
+__all__ = ["HEADER_BYTES", "ClassCount", "LinkCounter", "read_counters", "total_drops", "verify_shaping"]
 
 HEADER_BYTES = 14 + 20 + 32
 """Ethernet, IPv4 and TCP with timestamps: what a data segment carries besides payload."""
@@ -108,17 +111,21 @@ class _Queue:
     overlimits: int
 
 
-def read_counters(network: Network) -> dict[str, LinkCounter]:
-    """Counters of every shaped resource, by name ("pe0.snic.rx", "pe0.cnic3.read", "pe0gpu3.pcie.tx", "pe0.dram")."""
+def read_counters(network: Network, containing: str = "") -> dict[str, LinkCounter]:
+    """Counters of every shaped resource, by name ("pe0.snic.rx", "pe0.cnic3.read", "pe0gpu3.pcie.tx", "pe0.dram").
+
+    ``containing`` keeps the names that contain it (".snic."), and reads only the hosts that have such.
+    """
     ports: dict[str, list[ShapedPort]] = defaultdict(list)
     for port in network.plan.ports.values():
-        ports[port.host].append(port)
+        if containing in port.name:
+            ports[port.host].append(port)
     counters: dict[str, LinkCounter] = {}
     for host, of_host in ports.items():
         queues = _queues_by_index(network, host)
         for port in of_host:
             counters[port.name] = _count(port, queues.get(port.index, []))
-    return {name: counters[name] for name in network.plan.ports}
+    return {name: counters[name] for name in network.plan.ports if name in counters}
 
 
 def total_drops(network: Network) -> int:
@@ -178,6 +185,7 @@ def _count(port: ShapedPort, queues: list[_Queue]) -> LinkCounter:
 
 def _qdisc_request() -> bytes:
     message = _DumpInvisible()
+    message.compile_nla_table()  # or it shares its parent's table, if that was used before
     message["attrs"] = [["TCA_DUMP_INVISIBLE", True]]
     return encode(message, RTM_GETQDISC, DUMP)
 
