@@ -1,0 +1,247 @@
+"""The live run: build the network, check it, run every system on it, read the kernel's counters before and after.
+
+Runs inside the sandbox, in a process without threads (roles are forked from it). Nothing here judges the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+
+from emulators.agent_driver import AgentDriver, Outcome
+from emulators.cluster import RoleDescription, describe_roles, params_for
+from testbed.errors import RunFailedError
+from testbed.fabric.live.blockstore import BlockStore
+from testbed.fabric.live.calibrate import calibrate
+from testbed.fabric.live.counters import LinkCounter, read_counters
+from testbed.fabric.live.forkserver import RoleGroup
+from testbed.fabric.live.memory import Memory
+from testbed.fabric.live.network import Network
+from testbed.fabric.live.readback import verify_shaping
+from testbed.fabric.live.roleprocess import RoleSpec
+from testbed.fabric.live.roles import LiveCluster, LiveRole, RoleContext
+from testbed.fabric.spec import CONTROL_HOST
+from testbed.ids import DRIVER
+from testbed.kvmodel.device import KvDevice
+from testbed.kvmodel.reference import reference_turns
+from testbed.protocol import machine as mc
+from testbed.protocol.params import SystemConfig
+from testbed.runtime.plan import RunPlan
+from testbed.runtime.result import LiveResult, SnicSample, SystemRun
+
+CONTROL_PORT = 7000
+_SAMPLE_S = 0.25
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is done (0 to 1)."""
+
+
+def run_live(plan: RunPlan, progress: Progress) -> LiveResult:
+    """Run all systems of ``plan``, one after the other.
+
+    Raises:
+        HostError: the host cannot build the network.
+        RunFailedError: a role died.
+    """
+    progress("building the network", 0.0)
+    with Network(plan.cluster) as network:
+        faults = verify_shaping(network)
+        progress("calibrating links", 0.0)
+        links = calibrate(network, tolerance=plan.limits.link_tolerance)
+        runs = [asyncio.run(_run_system(plan, system, network, progress)) for system in plan.systems]
+        faults += [fault for fault in verify_shaping(network) if fault not in faults]
+    progress("verifying tokens", 0.0)
+    verify_tokens(plan, runs)
+    return LiveResult(links=links, shaping_faults=faults, systems=runs)
+
+
+async def _run_system(plan: RunPlan, system: SystemConfig, network: Network, progress: Progress) -> SystemRun:
+    run_dir = plan.run_dir / system.name
+    storage = run_dir / "storage"
+    specs = _role_specs(plan, system, network, storage)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    rounds = sum(script.turns for script in plan.scripts)
+    outcomes: list[Outcome] = []
+    samples: list[SnicSample] = []
+    async with RoleGroup(specs, run_dir) as group:
+        progress(f"{system.title}: starting {len(specs)} roles", 0.0)
+        await group.ready()
+        before = read_counters(network)
+        cpu_before = _host_cpu()
+        started_ns = time.monotonic_ns()
+        await group.start()
+        sampler = asyncio.create_task(_sample(network, before, samples))
+        try:
+            while True:
+                name, payload = await group.watch(_next(group, sampler))
+                assert isinstance(payload, dict) and name == DRIVER
+                if "outcomes" in payload:
+                    outcomes = msgspec.convert(payload["outcomes"], list[Outcome], strict=False)
+                    break
+                progress(system.title, payload["rounds"] / rounds)
+        finally:
+            sampler.cancel()
+        ended_ns = time.monotonic_ns()
+        cpu_after = _host_cpu()
+        after = read_counters(network)
+        samples.append(_snic_sample(after, before))
+        reports = await group.stop()
+    shutil.rmtree(storage, ignore_errors=True)
+    return SystemRun(
+        system=system.name,
+        started_ns=started_ns,
+        ended_ns=ended_ns,
+        outcomes=outcomes,
+        counters={name: _delta(after[name], before[name]) for name in after},
+        samples=samples,
+        reports={name: report for name, report in reports.items() if isinstance(report, dict)},
+        host_cpu_share=_cpu_share(cpu_before, cpu_after),
+    )
+
+
+async def _next(group: RoleGroup, sampler: asyncio.Task[None]) -> tuple[str, object]:
+    """The driver's next report; a sampler that fails ends the run too."""
+    report = asyncio.ensure_future(group.next_progress())
+    await asyncio.wait((report, sampler), return_when=asyncio.FIRST_COMPLETED)
+    if sampler.done():
+        report.cancel()
+        sampler.result()
+        raise RunFailedError("the counter sampler ended before the run")
+    return report.result()
+
+
+# --- roles ---------------------------------------------------------------------------------------------------------
+
+
+def _role_specs(plan: RunPlan, system: SystemConfig, network: Network, storage: Path) -> list[RoleSpec]:
+    params = params_for(system, plan.params)
+    descriptions = describe_roles(
+        plan.roles, system, plan.params, plan.cost, plan.scripts, plan.starts_ns, central_host=CONTROL_HOST
+    )
+    addresses = {}
+    for number, role in enumerate(descriptions):
+        addresses[role.name] = (network.endpoints[f"{role.host}.control"].address, CONTROL_PORT + number)
+    cluster = LiveCluster(layout=params.layout, address_book=addresses, endpoints=network.endpoints)
+    return [
+        RoleSpec(
+            name=role.name,
+            enter=lambda host=role.host: network.enter(host),  # type: ignore[misc]
+            build=_builder(plan, system, role, cluster, storage / role.name),
+        )
+        for role in descriptions
+    ]
+
+
+def _builder(
+    plan: RunPlan, system: SystemConfig, role: RoleDescription, cluster: LiveCluster, directory: Path
+) -> Callable[[RoleContext], LiveRole]:
+    def build(context: RoleContext) -> LiveRole:
+        layout = cluster.layout
+        machine = role.make()
+        memory = Memory(role.memory_bytes, layout) if role.memory_bytes else None
+        device = store = observer = None
+        if role.has_gpu and memory is not None:
+            materialise = not system.moves_kv
+            device = KvDevice(layout, plan.vocab_size, memory.data, memory.seals, materialise=materialise)
+        if role.has_disk and memory is not None:
+            store = BlockStore(directory, layout, memory)
+        if isinstance(machine, AgentDriver):
+            observer = _watch_driver(machine, context)
+        return LiveRole(
+            machine,
+            context,
+            cluster,
+            listen=role.endpoints,
+            memory=memory,
+            device=device,
+            store=store,
+            observer=observer,
+        )
+
+    return build
+
+
+def _watch_driver(driver: AgentDriver, context: RoleContext) -> Callable[[int, mc.Event, object], None]:
+    """Tell the supervisor about every round that ends, and everything at the end."""
+    told = 0
+
+    def observe(now_ns: int, event: mc.Event, actions: object) -> None:
+        nonlocal told
+        ended = len(driver.outcomes) - len(driver.records)
+        if ended != told:
+            told = ended
+            context.progress({"rounds": ended})
+            if driver.finished:
+                context.progress({"outcomes": [asdict(outcome) for outcome in driver.outcomes]})
+
+    return observe
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+def _delta(after: LinkCounter, before: LinkCounter) -> LinkCounter:
+    return replace(
+        after,
+        kv=after.kv - before.kv,
+        high=after.high - before.high,
+        shared=after.shared - before.shared,
+        ack=after.ack - before.ack,
+        rest=after.rest - before.rest,
+        drops=after.drops - before.drops,
+        overlimits=after.overlimits - before.overlimits,
+    )
+
+
+async def _sample(network: Network, before: Mapping[str, LinkCounter], samples: list[SnicSample]) -> None:
+    """Record what the SNICs have carried, a few times a second."""
+    while True:
+        samples.append(_snic_sample(read_counters(network, ".snic."), before))
+        await asyncio.sleep(_SAMPLE_S)
+
+
+def _snic_sample(counters: Mapping[str, LinkCounter], before: Mapping[str, LinkCounter]) -> SnicSample:
+    carried = {
+        name: counter.data.bytes - before[name].data.bytes for name, counter in counters.items() if ".snic." in name
+    }
+    return SnicSample(at_ns=time.monotonic_ns(), wire_bytes=carried)
+
+
+def _host_cpu() -> tuple[int, int]:
+    """Busy and total jiffies of the host since boot."""
+    with open("/proc/stat", encoding="ascii") as stat:
+        fields = [int(x) for x in stat.readline().split()[1:]]
+    idle = fields[3] + fields[4]
+    return sum(fields[:8]) - idle, sum(fields[:8])
+
+
+def _cpu_share(before: tuple[int, int], after: tuple[int, int]) -> float:
+    total = after[1] - before[1]
+    return (after[0] - before[0]) / total if total else 0.0
+
+
+# --- the oracle ----------------------------------------------------------------------------------------------------
+
+
+def verify_tokens(plan: RunPlan, runs: list[SystemRun]) -> None:
+    """Compare every token that any agent received with the single-process reference."""
+    layout = plan.params.layout
+    for agent, script in enumerate(plan.scripts):
+        turns = [(script.append_ids(turn), script.generate_tokens(turn)) for turn in range(script.turns)]
+        expected = list(reference_turns(layout, plan.vocab_size, turns))
+        for run in runs:
+            for outcome in (o for o in run.outcomes if o.agent == agent and not o.error):
+                got = [outcome.tokens.get(i, -1) for i in range(outcome.generate_tokens)]
+                if got == expected[outcome.turn]:
+                    run.tokens_verified += len(got)
+                else:
+                    wrong = next(i for i, (a, b) in enumerate(zip(got, expected[outcome.turn], strict=True)) if a != b)
+                    run.wrong_tokens.append(
+                        f"{script.name} turn {outcome.turn}: token {wrong} is {got[wrong]}, the reference says "
+                        f"{expected[outcome.turn][wrong]}"
+                    )
