@@ -14,7 +14,7 @@ from testbed.errors import ConfigError
 from testbed.workload.shipped import lengths_document, load_shipped
 from testbed.workload.sweagent import load_trajectories, parse_trajectory
 from testbed.workload.tokens import group_ids, tokenize
-from testbed.workload.trajectory import Trajectory, shrink
+from testbed.workload.trajectory import Trajectory, Turn, shrink
 
 REAL = next(
     (p / "shared/data/swe_agent" for p in Path(__file__).resolve().parents if (p / "shared/data/swe_agent").is_dir()),
@@ -204,6 +204,23 @@ def test_tokens_of_a_prefix_are_a_prefix_but_for_the_last(text: str, more: str) 
     ids = tokenize(text)
     assert tokenize(text + more)[: max(len(ids) - 1, 0)] == ids[:-1]
     assert len(ids) <= len(text) and (not text or ids)
+
+
+def test_pieces_are_bounded() -> None:
+    assert len(tokenize("a" * 70)) == 10 and len(tokenize("1" * 30)) == 10
+    assert len(tokenize("\n" * 80)) == 10 and len(tokenize("é" * 30)) == 10
+
+
+def test_sharing_groups_are_chains_and_short_starts_do_not_count() -> None:
+    def known(name: str, *ids: int) -> Trajectory:
+        return Trajectory(name=name, turns=(Turn(append_tokens=len(ids), generate_tokens=1, append_ids=ids),))
+
+    long, short, few = range(300), range(80), range(20)
+    entries = lengths_document(
+        [known("a", *few, 7777), known("b", *long, 1), known("c", *short, 8888), known("d", *long, 2, 3), known("e", 9)]
+    )["trajectories"]
+    assert [e["shared_prefix"] for e in entries] == ["", "b", "b", "b", ""]
+    assert [e["shared_prefix_tokens"] for e in entries] == [0, 300, 80, 300, 0]
 
 
 @given(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import ConfigError
 from testbed.workload.stats import means
-from testbed.workload.table2 import PROFILES, TRACE_SIZE, Profile, generate, profile_named
+from testbed.workload.table2 import PROFILES, TRACE_SIZE, Profile, _quasi_random, generate, profile_named
 
 profiles = pytest.mark.parametrize("profile", list(PROFILES.values()), ids=list(PROFILES))
 
@@ -51,6 +52,15 @@ def test_a_few_dozen_agents_are_near_the_table() -> None:
     got = means(generate(profile, 32, 0))
     assert got.turns == pytest.approx(profile.turns, rel=0.06)
     assert got.context_tokens == pytest.approx(profile.context_tokens, rel=0.04)
+
+
+def test_draws_fill_each_axis_and_pair_better_than_chance() -> None:
+    squares: list[float] = []
+    for seed in range(40):
+        points = _quasi_random(np.random.default_rng(seed), 500)
+        assert all(sorted(np.floor(axis * 500).astype(int)) == list(range(500)) for axis in points)
+        squares.extend(np.asarray(np.corrcoef(points))[np.triu_indices(3, 1)] ** 2)
+    assert np.sqrt(np.mean(squares)) < 0.6 / np.sqrt(500)  # 1 / sqrt(500) by chance
 
 
 @given(count=st.integers(1, 12), seed=st.integers(0, 2**40), name=st.sampled_from(list(PROFILES)))

@@ -214,6 +214,13 @@ def test_expected_hits_agree_with_counting(lengths: list[tuple[int, int]], block
     assert stats.shared_hit_tokens == 0
 
 
+def test_equal_first_prompts_hit_all_but_the_last_block() -> None:
+    turn = Turn(append_tokens=64, generate_tokens=1, append_ids=tuple(range(64)))
+    twins = [script(Trajectory(name=name, turns=(turn,))) for name in "ab"]
+    assert expected_hits(twins, 16).shared_hit_tokens == 48
+    assert expected_hits(twins, 16).shared_hit_rate == 48 / 128 and expected_hits(twins, 16).hit_rate == 0
+
+
 def test_means_weigh_trajectories_or_turns() -> None:
     got = means([trajectory([(10, 2)]), trajectory([(4, 1), (2, 3), (3, 1)])])
     assert (got.turns, got.total_tokens) == (2, (12 + 14) / 2)
