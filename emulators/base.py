@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from testbed.errors import PeerError
+from testbed.errors import BugError, PeerError
 from testbed.ids import DRIVER, SCHEDULER
 from testbed.protocol import messages as m
 from testbed.protocol.machine import Action, ClearDeadline, DeadlinePassed, Event, Outbox, Received, SetDeadline
@@ -15,6 +15,8 @@ from testbed.protocol.params import ProtocolParams
 from testbed.protocol.transitions import TransitionTable
 
 _REMEMBERED = 8192  # ended requests whose late messages are known to be late
+_EARLY_PER_REQUEST = 8  # messages that may overtake the assignment of their request
+_EARLY_PREFIX = "early/"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class Record:
     state: enum.Enum
     participants: tuple[str, ...] = ()
     """Roles to tell when this one gives up."""
+    deadline_ns: int = 0
 
 
 R = TypeVar("R", bound=Record)
@@ -46,39 +49,59 @@ class RoleMachine(Generic[R]):
         self.out = Outbox()
         self.now_ns = 0
         self.failures = 0
+        self.strays = 0
+        """Messages that no request and no role of this kind could have been meant by."""
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._early: dict[str, list[tuple[str, m.Message]]] = {}
 
     # --- entry ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
-        """Take one event; what to do about it. Never raises for what a peer does: its request fails by name."""
+        """Take one event; what to do about it. Never raises for what a peer does: its request fails by name.
+
+        Raises:
+            BugError: the own world delivered what no role of this kind asks for, or the own table was violated.
+        """
         self.now_ns = now_ns
-        if isinstance(event, Received):
-            self._receive(event.sender, event.message)
-        elif isinstance(event, DeadlinePassed) and event.key in self.records:
-            record = self.records[event.key]
-            self.fail(record, f"{type(self).__name__}{_camel(record.state.name)}TimedOut", "the deadline of this state passed")
-        else:
-            self.on_event(event)
+        match event:
+            case Received():
+                self._receive(event.sender, event.message)
+            case DeadlinePassed() if event.key in self.records:
+                self._deadline_passed(self.records[event.key])
+            case DeadlinePassed() if event.key.startswith(_EARLY_PREFIX):
+                self._early.pop(event.key.removeprefix(_EARLY_PREFIX), None)
+            case _:
+                self.on_event(event)
         return self.out.take()
+
+    def _deadline_passed(self, record: R) -> None:
+        if self.now_ns < record.deadline_ns:  # renewed while this one was on its way here
+            return
+        error = f"{type(self).__name__}{_camel(record.state.name)}TimedOut"
+        self.fail(record, error, "the deadline of this state passed")
 
     def _receive(self, sender: str, message: m.Message) -> None:
         if isinstance(message, m.AbortRequest):
-            record = self.records.get(message.request_id)
-            self._remember(message.request_id)
-            self._early.pop(message.request_id, None)
-            if record is not None:
-                self._drop(record)
+            self._aborted(message.request_id)
             return
         try:
             self.on_message(sender, message)
         except PeerError as error:
             request_id = getattr(message, "request_id", None)
             record = self.records.get(request_id) if isinstance(request_id, str) else None
-            if record is None:
-                raise
-            self.fail(record, "UnexpectedMessage", str(error))
+            if record is not None:
+                self.fail(record, "UnexpectedMessage", str(error))
+                return
+            self.strays += 1
+            if isinstance(request_id, str):  # not ours to end; the driver knows whether it still runs
+                self.out.send(DRIVER, m.RequestFailed(request_id, "UnexpectedMessage", self.role, str(error)))
+
+    def _aborted(self, request_id: str) -> None:
+        record = self.records.get(request_id)
+        if record is not None:
+            self._drop(record)
+        else:
+            self._remember(request_id)
 
     def on_message(self, sender: str, message: m.Message) -> None:
         """A control message from a peer."""
@@ -103,16 +126,33 @@ class RoleMachine(Generic[R]):
         return True
 
     def hold_if_early(self, sender: str, request_id: str, message: m.Message) -> bool:
-        """Keep a message that overtook the assignment of its request (it came over another connection)."""
-        if request_id in self.records or request_id in self._ended or len(self._early) >= self.params.queue_limit:
+        """Keep a message that overtook the assignment of its request (it came over another connection).
+
+        Bounded: so many requests, so many messages each, and only until the deadline of a wait.
+        """
+        if request_id in self.records or request_id in self._ended:
             return False
-        self._early.setdefault(request_id, []).append((sender, message))
+        if request_id not in self._early:
+            if len(self._early) >= self.params.queue_limit:
+                return False
+            self._early[request_id] = []
+            self.out.add(SetDeadline(_EARLY_PREFIX + request_id, self.now_ns + self.params.wait_deadline_ns))
+        held = self._early[request_id]
+        if len(held) >= _EARLY_PER_REQUEST:
+            return False
+        held.append((sender, message))
         return True
 
     def replay_early(self, request_id: str) -> None:
         """The request is here now: take the messages that were early."""
-        for sender, message in self._early.pop(request_id, ()):
-            self.on_message(sender, message)
+        for sender, message in self._forget_early(request_id):
+            self._receive(sender, message)
+
+    def _forget_early(self, request_id: str) -> list[tuple[str, m.Message]]:
+        if request_id not in self._early:
+            return []
+        self.out.add(ClearDeadline(_EARLY_PREFIX + request_id))
+        return self._early.pop(request_id)
 
     def find(self, request_id: str, event: str) -> R | None:
         """The record that an event is for, if the table accepts it in its state; None when it is to be ignored.
@@ -161,9 +201,11 @@ class RoleMachine(Generic[R]):
         self.release(record)
 
     def _renew(self, record: R) -> None:
-        self.out.add(SetDeadline(record.request_id, self.now_ns + self.params.wait_deadline_ns))
+        record.deadline_ns = self.now_ns + self.params.wait_deadline_ns
+        self.out.add(SetDeadline(record.request_id, record.deadline_ns))
 
     def _remember(self, request_id: str) -> None:
+        self._forget_early(request_id)
         self._ended[request_id] = None
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -173,6 +215,11 @@ def participants(assignment: m.Assignment) -> tuple[str, ...]:
     """Roles that hold something for an assigned request."""
     a = assignment
     return (a.prefill_engine, a.decode_engine, a.prefill_node, a.decode_node)
+
+
+def unexpected(role: str, event: Event) -> BugError:
+    """An event that the machine never asked its world for."""
+    return BugError(f"{role}: {type(event).__name__} is not for this kind of role")
 
 
 def _camel(name: str) -> str:

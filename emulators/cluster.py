@@ -54,8 +54,9 @@ def describe_roles(
     starts_ns: Sequence[int],
     *,
     central_host: str,
+    stored: Sequence[tuple[int, int]] = (),
 ) -> list[RoleDescription]:
-    """Every role of the cluster, storage first, driver last."""
+    """Every role of the cluster, storage first, driver last; ``stored`` blocks are in the index from the start."""
     params = params_for(system, params)
     page = params.layout.full_block_bytes
     roles: list[RoleDescription] = []
@@ -70,7 +71,7 @@ def describe_roles(
                 has_disk=True,
             )
         )
-    roles.append(RoleDescription(name=INDEX, host=central_host, make=KvIndex))
+    roles.append(RoleDescription(name=INDEX, host=central_host, make=lambda: KvIndex(stored)))
     roles.append(
         RoleDescription(name=SCHEDULER, host=central_host, make=lambda: CentralScheduler(plan, system, params))
     )

@@ -6,6 +6,8 @@ eviction: in replay the hit length is computed without one (paper A.4).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from testbed.errors import PeerError
 from testbed.ids import INDEX
 from testbed.protocol import messages as m
@@ -16,9 +18,12 @@ from testbed.protocol.trie import PrefixTrie
 class KvIndex:
     """Answers prefix look-ups and takes publications. Stateless per request, hence no transition table."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Iterable[tuple[int, int]] = ()) -> None:
+        """``stored``: (key, parent) of the blocks that are in storage from the start."""
         self.role = INDEX
         self.trie = PrefixTrie()
+        for key, parent in stored:
+            self.trie.insert(key, parent)
         self.out = Outbox()
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:

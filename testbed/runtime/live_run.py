@@ -34,6 +34,7 @@ from testbed.protocol import machine as mc
 from testbed.protocol.params import SystemConfig
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import LiveResult, SnicSample, SystemRun
+from testbed.runtime.warm import WarmBlocks, place, write_warm_blocks
 
 CONTROL_PORT = 7000
 _SAMPLE_S = 0.25
@@ -53,17 +54,25 @@ def run_live(plan: RunPlan, progress: Progress) -> LiveResult:
         faults = verify_shaping(network)
         progress("calibrating links", 0.0)
         links = calibrate(network, tolerance=plan.limits.link_tolerance)
-        runs = [asyncio.run(_run_system(plan, system, network, progress)) for system in plan.systems]
+        warm_dir = plan.run_dir / "warm"
+        warm = write_warm_blocks(
+            plan.scripts, plan.params.layout, plan.vocab_size, warm_dir, lambda f: progress("warming storage", f)
+        )
+        runs = [asyncio.run(_run_system(plan, system, network, warm, progress)) for system in plan.systems]
+        shutil.rmtree(warm_dir, ignore_errors=True)
         faults += [fault for fault in verify_shaping(network) if fault not in faults]
     progress("verifying tokens", 0.0)
     verify_tokens(plan, runs)
     return LiveResult(links=links, shaping_faults=faults, systems=runs)
 
 
-async def _run_system(plan: RunPlan, system: SystemConfig, network: Network, progress: Progress) -> SystemRun:
+async def _run_system(
+    plan: RunPlan, system: SystemConfig, network: Network, warm: WarmBlocks, progress: Progress
+) -> SystemRun:
     run_dir = plan.run_dir / system.name
     storage = run_dir / "storage"
-    specs = _role_specs(plan, system, network, storage)
+    place(warm, plan.roles.storage, plan.params.replicas, storage)
+    specs = _role_specs(plan, system, network, storage, warm)
     run_dir.mkdir(parents=True, exist_ok=True)
     rounds = sum(script.turns for script in plan.scripts)
     outcomes: list[Outcome] = []
@@ -118,10 +127,19 @@ async def _next(group: RoleGroup, sampler: asyncio.Task[None]) -> tuple[str, obj
 # --- roles ---------------------------------------------------------------------------------------------------------
 
 
-def _role_specs(plan: RunPlan, system: SystemConfig, network: Network, storage: Path) -> list[RoleSpec]:
+def _role_specs(
+    plan: RunPlan, system: SystemConfig, network: Network, storage: Path, warm: WarmBlocks
+) -> list[RoleSpec]:
     params = params_for(system, plan.params)
     descriptions = describe_roles(
-        plan.roles, system, plan.params, plan.cost, plan.scripts, plan.starts_ns, central_host=CONTROL_HOST
+        plan.roles,
+        system,
+        plan.params,
+        plan.cost,
+        plan.scripts,
+        plan.starts_ns,
+        central_host=CONTROL_HOST,
+        stored=warm.entries,
     )
     addresses = {}
     for number, role in enumerate(descriptions):

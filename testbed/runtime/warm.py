@@ -1,0 +1,99 @@
+"""A warm start: the KV that trajectories joined in the middle would have left in storage.
+
+A scenario with ``workload.start_turn`` begins where every agent has a past. Its blocks are computed here, by the same
+KV function, and written to storage before the clock starts: real files, found by the run as any other block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from testbed.errors import HostError
+from testbed.fabric.live.blockstore import BlockStore
+from testbed.fabric.live.memory import Memory
+from testbed.kvmodel.device import KvDevice
+from testbed.protocol.layout import U32, BlockLayout
+from testbed.protocol.placement import replicas_of
+from testbed.protocol.trie import ROOT
+from testbed.workload.trajectory import AgentScript
+
+_BATCH = 32  # blocks written at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmBlocks:
+    """Blocks in storage before a run: ``(key, parent)`` of each, and the directory that holds one copy of each."""
+
+    entries: tuple[tuple[int, int], ...]
+    directory: Path
+
+
+def warm_prefixes(scripts: Sequence[AgentScript], layout: BlockLayout) -> Iterator[U32]:
+    """The tokens whose KV storage holds, one array of whole blocks per agent that has a past."""
+    for script in scripts:
+        blocks = script.warm_tokens // layout.block_tokens
+        if blocks:
+            yield script.append_ids(0)[: blocks * layout.block_tokens]
+
+
+def write_warm_blocks(
+    scripts: Sequence[AgentScript],
+    layout: BlockLayout,
+    vocab_size: int,
+    directory: Path,
+    progress: Callable[[float], None],
+) -> WarmBlocks:
+    """Compute and store the past of all agents once; ``place`` then gives every system its own copy.
+
+    Raises:
+        HostError: the disk is full.
+    """
+    return asyncio.run(_write(list(warm_prefixes(scripts, layout)), layout, vocab_size, directory, progress))
+
+
+async def _write(
+    prefixes: list[U32], layout: BlockLayout, vocab_size: int, directory: Path, progress: Callable[[float], None]
+) -> WarmBlocks:
+    entries: dict[int, int] = {}
+    longest = max((len(p) for p in prefixes), default=0) // layout.block_tokens
+    if not longest:
+        return WarmBlocks(entries=(), directory=directory)
+    memory = Memory(longest * layout.full_block_bytes, layout)
+    pages = tuple(k * layout.full_block_bytes for k in range(longest))
+    device = KvDevice(layout, vocab_size, memory.data, memory.seals, materialise=True)
+    store = BlockStore(directory, layout, memory)
+    try:
+        for done, prefix in enumerate(prefixes):
+            progress(done / len(prefixes))
+            keys = layout.keys(prefix)
+            device.load_sequence("warm", np.asarray(prefix, dtype="<u4").tobytes(), pages[: len(keys)])
+            new = [k for k, key in enumerate(keys) if key not in entries]
+            entries.update((keys[k], keys[k - 1] if k else ROOT) for k in new)
+            for at in range(0, len(new), _BATCH):
+                await asyncio.gather(*(store.store(keys[k], pages[k]) for k in new[at : at + _BATCH]))
+    finally:
+        store.close()
+    return WarmBlocks(entries=tuple(entries.items()), directory=directory)
+
+
+def place(warm: WarmBlocks, servers: Sequence[str], replicas: int, storage: Path) -> None:
+    """Give each server its replicas: links to the one copy (a store never writes into an existing file).
+
+    Raises:
+        HostError: the file system refuses.
+    """
+    paths = {int(path.stem, 16): path.relative_to(warm.directory) for path in warm.directory.rglob("*.kv")}
+    try:
+        for key, _ in warm.entries:
+            for server in replicas_of(key, servers, replicas):
+                target = storage / server / paths[key]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(warm.directory / paths[key], target)
+    except OSError as error:
+        raise HostError(f"cannot place warm blocks under {storage}: {error.strerror}.") from error
