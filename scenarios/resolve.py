@@ -1,0 +1,231 @@
+"""From a scenario to a ``RunPlan``: every name looked up, every number in emulated units, everything checked.
+
+Nothing is built or started here, so that all faults of the input show before the sandbox is entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from pathlib import Path
+
+from scenarios.schema import GpuSection, ProtocolSection, Scenario
+from testbed.errors import ConfigError
+from testbed.models.compute import GpuSpec, gpu_for
+from testbed.models.hardware import Hardware, alpha_tokens, beta_tokens, kv_dram_bytes_per_node, kv_hbm_bytes_per_gpu
+from testbed.models.model import MODELS, ModelSpec, model_named
+from testbed.models.scale import FittedScale, Scale
+from testbed.protocol.layout import BlockLayout
+from testbed.protocol.params import SYSTEMS, ProtocolParams, SystemConfig
+from testbed.protocol.plan import plan_cluster
+from testbed.runtime.plan import RunPlan
+from testbed.units import NS_PER_S
+from testbed.workload.agents import Workload, make_agents, offline_starts_ns, poisson_starts_ns
+from testbed.workload.trajectory import AgentScript
+from topologies.loader import ClusterShape, cluster_spec, load_topology
+from topologies.tomlinput import nearest
+
+WAIT_DEADLINE_NS = 60 * NS_PER_S
+
+_RATES = ("effective_flops", "effective_attention_flops")
+
+
+def shape_of(scenario: Scenario) -> ClusterShape:
+    """The topology with the scenario's departures.
+
+    Raises:
+        ConfigError: an unknown topology, or a shape that is none.
+    """
+    shape = load_topology(scenario.topology)
+    changed = {f.name: v for f in fields(scenario.cluster) if (v := getattr(scenario.cluster, f.name)) is not None}
+    return replace(shape, **changed)
+
+
+def model_of(scenario: Scenario) -> ModelSpec:
+    """The model by name.
+
+    Raises:
+        ConfigError: an unknown one, with the nearest name.
+    """
+    if scenario.model not in MODELS and (hint := nearest(scenario.model, MODELS)):
+        raise ConfigError(f"unknown model {scenario.model!r}{hint}.")
+    return model_named(scenario.model)
+
+
+def scale_of(scenario: Scenario, model: ModelSpec) -> FittedScale:
+    """The scales, fitted to the model.
+
+    Raises:
+        ConfigError: scales that leave no bytes, or that are none.
+    """
+    s = scenario.scale
+    return Scale(
+        bandwidth_scale=s.bandwidth, time_scale=s.time, length_scale=s.length, agents_scale=s.agents, gpus_scale=s.gpus
+    ).fit(model)
+
+
+def gpu_of(section: GpuSection, model: ModelSpec) -> GpuSpec:
+    """The model's GPU with the scenario's departures."""
+    gpu = gpu_for(model)
+    values = {
+        f.name: getattr(gpu, f.name) * section.speedup if f.name in _RATES else getattr(gpu, f.name) / section.speedup
+        for f in fields(gpu)
+    }
+    values.update({f.name: v for f in fields(gpu) if (v := getattr(section, f.name)) is not None})
+    return GpuSpec(**values)
+
+
+def systems_of(names: Sequence[str]) -> tuple[SystemConfig, ...]:
+    """Systems by name, in the order given.
+
+    Raises:
+        ConfigError: none, an unknown one (with the nearest name), or one twice.
+    """
+    if not names:
+        raise ConfigError(f"no systems to run; choose from {', '.join(SYSTEMS)}.")
+    for name in names:
+        if name not in SYSTEMS:
+            raise ConfigError(f"unknown system {name!r}{nearest(name, SYSTEMS)}; choose from {', '.join(SYSTEMS)}.")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"systems {', '.join(names)}: each can run once.")
+    return tuple(SYSTEMS[name] for name in names)
+
+
+def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
+    """The whole plan of a run.
+
+    Raises:
+        ConfigError: anything in the scenario that cannot be run, in one sentence.
+    """
+    model = model_of(scenario)
+    scale = scale_of(scenario, model)
+    shape = shape_of(scenario)
+    cluster = cluster_spec(shape, scale)
+    gpu = gpu_of(scenario.gpu, model)
+    cost = scale.compute_model(gpu)
+    layout = BlockLayout(
+        model=model.name,
+        layers=model.layers,
+        block_tokens=scale.emulated_block_tokens(scenario.protocol.block_tokens),
+        bytes_per_token_layer=scale.kv_bytes_per_token_layer,
+    )
+    scripts = _scripts(scenario, scale)
+    plan = RunPlan(
+        scenario=name,
+        seed=scenario.seed,
+        cluster=cluster,
+        roles=plan_cluster(cluster),
+        params=_params(scenario.protocol, layout, scale, gpu, shape.hardware),
+        systems=systems_of(scenario.systems),
+        cost=cost,
+        scale=scale,
+        scripts=scripts,
+        starts_ns=_starts_ns(scenario, scale),
+        vocab_size=model.vocab_size,
+        limits=scenario.trust,
+        run_dir=run_dir,
+    )
+    _check_fits(plan)
+    return plan
+
+
+def _params(
+    p: ProtocolSection, layout: BlockLayout, scale: FittedScale, gpu: GpuSpec, hardware: Hardware
+) -> ProtocolParams:
+    """``ProtocolParams`` in emulated units. Memories are node-wide (DRAM) or of one emulated GPU (HBM)."""
+    model = scale.model
+    for key in ("fetch_interval_s", "compute_quota_s", "wait_deadline_s"):
+        if getattr(p, key) < 0 or (key != "wait_deadline_s" and getattr(p, key) == 0):
+            raise ConfigError(f"protocol.{key} is {getattr(p, key):g}, but it must be positive.")
+    page = layout.full_block_bytes
+    pe_hbm, de_hbm = (p.pe_hbm_bytes, p.de_hbm_bytes) if p.pe_hbm_bytes and p.de_hbm_bytes else kv_hbm_bytes_per_gpu(model)
+    per_gpu = Fraction(scale.gpus_scale) / scale.byte_scale
+    return ProtocolParams(
+        layout=layout,
+        layer_group=p.layer_group,
+        layers_in_flight=p.layers_in_flight,
+        fetch_interval_ns=scale.emulated_duration_ns(p.fetch_interval_s),
+        alpha_tokens=scale.emulated_load_tokens(p.alpha_tokens or alpha_tokens(model, hardware)),
+        beta_tokens=scale.emulated_load_tokens(p.beta_tokens or beta_tokens(model, gpu), per_gpu=True),
+        z_factor=p.z_factor,
+        compute_quota_ns=scale.emulated_duration_ns(p.compute_quota_s),
+        quota_scope=p.quota_scope,
+        wait_deadline_ns=scale.emulated_duration_ns(p.wait_deadline_s) if p.wait_deadline_s else WAIT_DEADLINE_NS,
+        read_window_blocks=p.read_window_blocks,
+        persist_window_blocks=p.persist_window_blocks,
+        replicas=p.replicas,
+        dram_pages=int((p.kv_dram_bytes or kv_dram_bytes_per_node(model)) / scale.byte_scale) // page,
+        stage_pages=p.stage_pages,
+        pe_hbm_bytes=int((p.pe_hbm_bytes or pe_hbm) * per_gpu),
+        de_hbm_pages=int((p.de_hbm_bytes or de_hbm) * per_gpu) // page,
+        max_decode_batch=p.max_decode_batch,
+        storage_pages=p.storage_pages,
+        queue_limit=p.queue_limit,
+    )
+
+
+def _scripts(scenario: Scenario, scale: FittedScale) -> tuple[AgentScript, ...]:
+    w = scenario.workload
+    source = w.source
+    if w.path and source in ("shipped", "sweagent"):
+        source = f"sweagent:{w.path}"
+    elif w.path:
+        raise ConfigError(f"workload: path is for source sweagent, not for {source}; set one of the two.")
+    elif source == "sweagent":
+        raise ConfigError("workload: source sweagent needs workload.path, a .traj file or a folder of them.")
+    return tuple(
+        make_agents(
+            Workload(
+                source=source,
+                agents=w.agents,
+                seed=scenario.seed,
+                length_scale=scale.length_scale,
+                max_turns=w.max_turns,
+                start_turn=w.start_turn,
+                synthetic_tokens=w.synthetic_tokens,
+            ),
+            scale.model.vocab_size,
+        )
+    )
+
+
+def _starts_ns(scenario: Scenario, scale: FittedScale) -> tuple[int, ...]:
+    w = scenario.workload
+    if w.arrivals == 0:
+        return tuple(offline_starts_ns(w.agents))
+    return tuple(poisson_starts_ns(w.agents, scale.emulated_arrival_rate(w.arrivals), scenario.seed))
+
+
+def _check_fits(plan: RunPlan) -> None:
+    """Refuse a workload whose longest request fits no DE buffer, DE HBM or PE HBM: it would fail in the middle.
+
+    Raises:
+        ConfigError: naming the request, the memory, both numbers and the way out.
+    """
+    params, layout = plan.params, plan.params.layout
+    prompt, total, agent, turn = max(
+        (s.prompt_tokens(t), s.prompt_tokens(t) + s.generate_tokens(t) - 1, s.name, t)
+        for s in plan.scripts
+        for t in range(s.turns)
+    )
+    steps_held = 2 * min(params.layers_in_flight, len(params.steps))
+    memories = [
+        ("the DE buffer in a node's DRAM", layout.blocks(prompt), params.dram_pages, "protocol.kv_dram_bytes"),
+        ("the HBM of a DE", layout.blocks(total), params.de_hbm_pages, "protocol.de_hbm_bytes"),
+    ]
+    if any(s.layerwise for s in plan.systems):
+        batch = params.pe_hbm_pages // steps_held
+        memories.append(
+            ("the HBM of a PE beside the layer steps in flight", layout.blocks(prompt), batch, "protocol.pe_hbm_bytes")
+        )
+    if any(not s.layerwise for s in plan.systems):
+        whole = params.pe_hbm_bytes // layout.full_block_bytes
+        memories.append(("the HBM of a PE without layerwise prefill", layout.blocks(prompt), whole, "protocol.pe_hbm_bytes"))
+    for memory, need, have, key in memories:
+        if need > have:
+            raise ConfigError(
+                f"scenario {plan.scenario}: {plan.scale.model.title} does not fit: the longest request ({agent}, turn "
+                f"{turn + 1}, {prompt} emulated tokens) takes {need} blocks of {layout.full_block_bytes} bytes, but "
+                f"{memory} holds {have}; raise {key}, lower scale.agents, or cut workload.max_turns."
+            )

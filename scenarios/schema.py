@@ -1,0 +1,135 @@
+"""What a scenario file may hold. Every field is a key of the TOML file and can be set with ``--set key=value``.
+
+Units are the paper's: seconds, tokens, bytes and rates of its cluster; ``resolve`` maps them to the emulated ones.
+Counts of emulated things (agents that are replayed here, blocks in a window) are marked as such.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from testbed.errors import ConfigError
+from testbed.models.compute import COMPUTE_QUOTA_S
+from testbed.models.scale import PAPER_BLOCK_TOKENS
+from testbed.runtime.plan import TrustLimits
+from testbed.workload.agents import SYNTHETIC_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """Departures from the topology file; None keeps what it says."""
+
+    prefill_nodes: int | None = None
+    decode_nodes: int | None = None
+    gpus_per_node: int | None = None
+    storage_servers: int | None = None
+    s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleSection:
+    """The scales of ``testbed.models.scale``: paper rate : emulated rate, emulated time : paper time, and so on."""
+
+    bandwidth: float
+    time: float
+    length: int = 1
+    agents: int = 1
+    gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSection:
+    """What the agents replay. ``agents`` are those replayed here; each stands for ``scale.agents`` of the paper's.
+
+    ``source``: "shipped", "sweagent" (with ``path``), or "table2:32K", "table2:48K", "table2:64K". A ``path`` alone
+    means "sweagent". ``arrivals``: agents per second of the paper (APS); 0 starts all together (offline).
+    """
+
+    agents: int
+    source: str = "shipped"
+    path: str = ""
+    max_turns: int = 0
+    start_turn: int = 0
+    arrivals: float = 0.0
+    synthetic_tokens: int = SYNTHETIC_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolSection:
+    """``ProtocolParams`` in paper units. A 0 where 0 makes no sense means: derived from the paper's hardware."""
+
+    block_tokens: int = PAPER_BLOCK_TOKENS
+    """Paper tokens per block; UNKNOWN in its experiments. Larger blocks are fewer and cheaper to emulate."""
+    layer_group: int = 1
+    layers_in_flight: int = 2
+    fetch_interval_s: float = 0.02
+    alpha_tokens: int = 0
+    beta_tokens: int = 0
+    z_factor: float = 1.05
+    compute_quota_s: float = COMPUTE_QUOTA_S
+    quota_scope: Literal["forward", "layer"] = "forward"
+    wait_deadline_s: float = 0.0
+    """0: 60 s of this host, whatever the scale: what ends a wait is a fault of the emulation, not of the paper."""
+    read_window_blocks: int = 64
+    persist_window_blocks: int = 16
+    replicas: int = 2
+    kv_dram_bytes: int = 0
+    """Host DRAM for KV per node."""
+    pe_hbm_bytes: int = 0
+    """HBM for KV of one prefill GPU."""
+    de_hbm_bytes: int = 0
+    """HBM for KV of one decode GPU."""
+    stage_pages: int = 32
+    max_decode_batch: int = 256
+    storage_pages: int = 64
+    queue_limit: int = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSection:
+    """Departures from the Hopper of ``testbed.models.compute``; the first line of a run names each of them.
+
+    ``speedup`` multiplies every rate and divides every time; the other keys then replace single values.
+    """
+
+    speedup: float = 1.0
+    effective_flops: float | None = None
+    effective_attention_flops: float | None = None
+    prefill_base_s: float | None = None
+    decode_base_s: float | None = None
+    decode_per_sequence_s: float | None = None
+    decode_per_context_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a GPU that would stand still."""
+        if not 0 < self.speedup < float("inf"):
+            raise ConfigError(f"gpu.speedup is {self.speedup:g}, but it must be a positive number.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Something that the scenario claims: ``metric`` is a comparison over the run's metrics (``testbed.metrics``)."""
+
+    name: str
+    metric: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One scenario file."""
+
+    title: str
+    description: str
+    topology: str
+    model: str
+    systems: tuple[str, ...]
+    scale: ScaleSection
+    workload: WorkloadSection
+    seed: int = 0
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    protocol: ProtocolSection = field(default_factory=ProtocolSection)
+    gpu: GpuSection = field(default_factory=GpuSection)
+    trust: TrustLimits = field(default_factory=TrustLimits)
+    expect: tuple[Expectation, ...] = ()
