@@ -165,7 +165,6 @@ class LiveRole:
         """Every peer listens: let the machine begin."""
         self._running = True
         self._cpu_started_ns = cpu_time_ns()
-        self._lag.start()
         self.deliver(m.Started())
 
     def quiesce(self) -> dict[str, object]:
@@ -230,6 +229,9 @@ class LiveRole:
 
     def _drain(self) -> None:
         self._drain_due = False
+        if not self._running:
+            return
+        self._lag.working()
         events, counts = self._events, self._counts
         counts["peak_events"] = max(counts["peak_events"], len(events))
         try:

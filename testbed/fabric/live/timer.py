@@ -32,13 +32,17 @@ class _ItimerSpec(ctypes.Structure):
 
 
 class Alarm:
-    """Calls ``ring`` once at the time set last, on the clock of ``time.monotonic_ns``. No wakeup unless set."""
+    """Calls ``ring`` once at the time set last, on the clock of ``time.monotonic_ns``. No wakeup unless set.
 
-    def __init__(self, ring: Callable[[], None]) -> None:
+    With a ``period_ns`` it goes on ringing at that distance; rings that the loop was too late for are left out.
+    """
+
+    def __init__(self, ring: Callable[[], None], *, period_ns: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self._ring = ring
+        self._periodic = period_ns > 0
         self._at_ns: int | None = None
-        self._spec = _ItimerSpec()
+        self._spec = _ItimerSpec(*divmod(period_ns, NS_PER_S), 0, 0)
         self._fd = _libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
@@ -66,7 +70,8 @@ class Alarm:
             os.read(self._fd, 8)
         except BlockingIOError:
             return  # set again since
-        self._at_ns = None
+        if not self._periodic:
+            self._at_ns = None
         self._ring()
 
 
