@@ -1,1 +1,1 @@
-"""One pure state machine per role: storage server, KV index, node DRAM, PE, DE, group leader, scheduler, agent driver."""
+"""One pure state machine per role: storage server, KV index, node DRAM, PE, DE, leader, scheduler, agent driver."""

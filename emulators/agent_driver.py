@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from emulators.base import Record, RoleMachine
+from emulators.base import Record, RoleMachine, unexpected
 from testbed.errors import PeerError
-from testbed.ids import DRIVER, SCHEDULER
+from testbed.ids import DRIVER, SCHEDULER, node_of
 from testbed.protocol import messages as m
 from testbed.protocol.layout import U32
 from testbed.protocol.machine import DeadlinePassed, Event, SetDeadline, Started
@@ -110,6 +110,8 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class _Round(Record):
+    """A round in progress."""
+
     outcome: Outcome
     durable: bool = False
 
@@ -127,6 +129,7 @@ class AgentDriver(RoleMachine[_Round]):
         self.outcomes: list[Outcome] = []
         self.started_ns = 0
         self.agents_left = len(scripts)
+        self._unscheduled: set[str] = set()  # failed before it was known which engines would hold it
 
     @property
     def finished(self) -> bool:
@@ -148,7 +151,7 @@ class AgentDriver(RoleMachine[_Round]):
             case DeadlinePassed():
                 pass  # of a round that has just ended
             case _:
-                raise PeerError(f"{self.role}: {type(event).__name__} is not for an agent driver")
+                raise unexpected(self.role, event)
 
     def _submit(self, agent: int, turn: int) -> None:
         script = self.scripts[agent]
@@ -171,16 +174,10 @@ class AgentDriver(RoleMachine[_Round]):
         """News of requests."""
         match message:
             case m.RequestScheduled():
-                if (record := self.find(message.request_id, "RequestScheduled")) is not None:
-                    outcome = record.outcome
-                    outcome.scheduled_ns = self.now_ns
-                    outcome.read_side, outcome.hit_tokens = message.read_side, message.hit_tokens
-                    outcome.prefill_engine, outcome.decode_engine = message.prefill_engine, message.decode_engine
-                    following = _C if record.state is _S else record.state
-                    self.move(record, "RequestScheduled", following)
+                self._scheduled(message)
             case m.PrefillStarted():
                 if (record := self.find(message.request_id, "PrefillStarted")) is not None:
-                    record.outcome.prefill_started_ns = self.now_ns
+                    record.outcome.prefill_started_ns = record.outcome.prefill_started_ns or self.now_ns
                     self.move(record, "PrefillStarted", _P if record.state in (_S, _C) else record.state)
             case m.TokensEmitted():
                 if (record := self.find(message.request_id, "TokensEmitted")) is not None:
@@ -194,17 +191,36 @@ class AgentDriver(RoleMachine[_Round]):
             case _:
                 raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for an agent driver")
 
+    def _scheduled(self, message: m.RequestScheduled) -> None:
+        holders = _holders(message)
+        if message.request_id in self._unscheduled:  # given up before its engines were known: let go of it there too
+            self._unscheduled.discard(message.request_id)
+            self._abort(message.request_id, holders, "GivenUpBeforeScheduled")
+        record = self.find(message.request_id, "RequestScheduled")
+        if record is None:
+            return
+        outcome = record.outcome
+        record.participants = (SCHEDULER, *holders)
+        outcome.scheduled_ns = outcome.scheduled_ns or self.now_ns
+        outcome.read_side, outcome.hit_tokens = message.read_side, message.hit_tokens
+        outcome.prefill_engine, outcome.decode_engine = message.prefill_engine, message.decode_engine
+        self.move(record, "RequestScheduled", _C if record.state is _S else record.state)
+
     def _tokens(self, record: _Round, message: m.TokensEmitted) -> None:
         outcome = record.outcome
         for at, token in enumerate(message.tokens, start=message.first_index):
-            if at >= outcome.generate_tokens or outcome.tokens.setdefault(at, token) != token:
-                self.fail(record, "WrongTokenCount", f"{message.first_index}+{len(message.tokens)} tokens, or two at one place")
+            if not 0 <= at < outcome.generate_tokens or outcome.tokens.get(at, token) != token:
+                detail = f"{message.first_index}+{len(message.tokens)} tokens, or two at one place"
+                self.fail(record, "WrongTokenCount", detail)
                 return
+            if at in outcome.tokens:
+                continue
+            outcome.tokens[at] = token
             if at == 0:
                 outcome.first_token_ns = self.now_ns
             elif at == 1:
                 outcome.second_token_ns = self.now_ns
-        if len(outcome.tokens) == outcome.generate_tokens:
+        if len(outcome.tokens) == outcome.generate_tokens and not outcome.last_token_ns:
             outcome.last_token_ns = self.now_ns
         self._check_completed(record, "TokensEmitted")
 
@@ -224,21 +240,39 @@ class AgentDriver(RoleMachine[_Round]):
             self.agents_left -= 1
 
     def fail(self, record: _Round, error: str, detail: str) -> None:
-        """Our own deadline or check: the cluster must release the request too."""
-        super().fail(record, error, detail)
-        self.out.actions = [a for a in self.out.actions if getattr(a, "to", "") != DRIVER]
-        self._failed(record.request_id, error, detail, record)
+        """Our own deadline or check."""
+        self._failed(record.request_id, error, detail)
 
-    def _failed(self, request_id: str, error: str, detail: str, record: _Round | None = None) -> None:
-        """A round ends with a named error; its agent stops (retries come with the recovery policy)."""
-        record = record or self.records.get(request_id)
-        if record is None or record.outcome.error:
+    def _failed(self, request_id: str, error: str, detail: str) -> None:
+        """A round ends with a named error; its agent stops (retries come with the recovery policy).
+
+        Whoever reported it has told the others; the driver tells them again, for it may be that nobody held the
+        request, or that the report came from a role that has nothing to do with it.
+        """
+        record = self.records.get(request_id)
+        if record is None:
             return
+        self.failures += 1
         record.outcome.error, record.outcome.error_detail = error, detail
         record.outcome.completed_ns = self.now_ns
-        if request_id in self.records:
-            self.end(record)
+        if not record.outcome.scheduled_ns:
+            self._unscheduled.add(request_id)
+        self.end(record)
+        self._abort(request_id, record.participants, error)
         self.agents_left -= 1
+
+    def _abort(self, request_id: str, roles: Sequence[str], error: str) -> None:
+        for role in roles:
+            self.out.send(role, m.AbortRequest(request_id, error))
+
+    def _aborted(self, request_id: str) -> None:
+        """Another role gives up a request: never in silence."""
+        self._failed(request_id, "Aborted", "another role gave up on it and did not say why")
 
     def release(self, record: _Round) -> None:
         """Nothing is held."""
+
+
+def _holders(message: m.RequestScheduled) -> tuple[str, ...]:
+    pe, de = message.prefill_engine, message.decode_engine
+    return (pe, de, node_of(pe), node_of(de))

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from testbed.errors import BugError, PeerError
 from testbed.ids import DRIVER, SCHEDULER
 from testbed.protocol import messages as m
-from testbed.protocol.machine import Action, ClearDeadline, DeadlinePassed, Event, Outbox, Received, SetDeadline
+from testbed.protocol.machine import Action, ClearDeadline, DeadlinePassed, Event, Outbox, Received, Send, SetDeadline
 from testbed.protocol.params import ProtocolParams
 from testbed.protocol.transitions import TransitionTable
 
@@ -93,8 +93,7 @@ class RoleMachine(Generic[R]):
                 self.fail(record, "UnexpectedMessage", str(error))
                 return
             self.strays += 1
-            if isinstance(request_id, str):  # not ours to end; the driver knows whether it still runs
-                self.out.send(DRIVER, m.RequestFailed(request_id, "UnexpectedMessage", self.role, str(error)))
+            self.out.actions.extend(report_stray(self.role, sender, message))
 
     def _aborted(self, request_id: str) -> None:
         record = self.records.get(request_id)
@@ -124,6 +123,11 @@ class RoleMachine(Generic[R]):
         self.records[record.request_id] = record
         self._renew(record)
         return True
+
+    def release_ended(self, request_id: str, leader: str) -> None:
+        """An engine is assigned a request that it has been told to abort before: its leader must not count it."""
+        if request_id in self._ended:
+            self.out.send(leader, m.RequestReleased(request_id, self.role))
 
     def hold_if_early(self, sender: str, request_id: str, message: m.Message) -> bool:
         """Keep a message that overtook the assignment of its request (it came over another connection).
@@ -167,7 +171,7 @@ class RoleMachine(Generic[R]):
             raise PeerError(f"{self.role}: {event} for request {request_id}, which was never here")
         verdict = self.table.verdict(record.state, event)
         if verdict == "refuse":
-            raise PeerError(f"{self.role}: {event} for request {request_id} is not expected in state {record.state.name}")
+            raise PeerError(f"{self.role}: {event} for request {request_id} comes in state {record.state.name}")
         return record if verdict == "accept" else None
 
     def move(self, record: R, event: str, following: enum.Enum) -> None:
@@ -215,6 +219,15 @@ def participants(assignment: m.Assignment) -> tuple[str, ...]:
     """Roles that hold something for an assigned request."""
     a = assignment
     return (a.prefill_engine, a.decode_engine, a.prefill_node, a.decode_node)
+
+
+def report_stray(role: str, sender: str, message: m.Message) -> list[Action]:
+    """A message that no record here is for. The driver knows whether its request still runs, and ends it by name."""
+    request_id = getattr(message, "request_id", None)
+    if not isinstance(request_id, str) or role == DRIVER:
+        return []
+    detail = f"{role} has no use for {type(message).__name__} from {sender}"
+    return [Send(DRIVER, m.RequestFailed(request_id, "UnexpectedMessage", role, detail))]
 
 
 def unexpected(role: str, event: Event) -> BugError:

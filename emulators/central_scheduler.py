@@ -3,7 +3,7 @@
 Groups pull. On a PE group's fetch Algorithm 1 runs on the global FIFO; on a DE group's fetch all waiting requests are
 spread over the groups and the fetching group's private queue is placed. A request starts when both are chosen; then the
 read side is decided. What has been assigned since a report counts at once, so that stale reports do not pile requests
-onto one engine.
+onto one engine: what a report cannot include yet, by the serial that it names, is added to its figures.
 """
 
 from __future__ import annotations
@@ -69,10 +69,21 @@ class _Request(Record):
     decode_engine: str = ""
 
     @property
-    def waiting(self) -> Waiting:
-        """As the selection functions see it."""
-        prompt = len(self.tokens) // 4
-        return Waiting(self.request_id, prompt, prompt + self.generate_tokens)
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.tokens) // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a leader has been told to count, in the message with this serial."""
+
+    serial: int
+    engine: str = ""
+    tokens: int = 0
+    hbm_tokens: int = 0
+    read_node: str = ""
+    read_tokens: int = 0
 
 
 class CentralScheduler(RoleMachine[_Request]):
@@ -89,6 +100,8 @@ class CentralScheduler(RoleMachine[_Request]):
         self.private: dict[str, deque[str]] = {g.name: deque() for g in plan.groups if g.kind is NodeKind.DE}
         self.group_tokens: dict[str, int] = dict.fromkeys(self.private, 0)
         self.read_queues: dict[str, int] = dict.fromkeys(plan.nodes, 0)
+        self._serials = dict.fromkeys((g.name for g in plan.groups), 0)
+        self._told: dict[str, deque[_Told]] = {g.name: deque() for g in plan.groups}  # newer than the last report
         self._turn = {NodeKind.PE: 0, NodeKind.DE: 0}
         self._side_turn = 0
 
@@ -119,10 +132,17 @@ class CentralScheduler(RoleMachine[_Request]):
         )
         if not self.begin(request):
             return
+        if not keys or message.generate_tokens < 1:
+            self.fail(request, "EmptyRequest", "a request has at least one prompt token and one token to generate")
+            return
+        need = layout.sequence_blocks(request.prompt_tokens, message.generate_tokens)
+        if need > self.params.de_hbm_pages:  # it would block its queue for ever
+            self.fail(request, "HbmTooSmall", f"it needs {need} blocks, a DE has {self.params.de_hbm_pages}")
+            return
         if len(self.records) > self.params.queue_limit:
             self.fail(request, "SchedulerQueueFull", f"more than {self.params.queue_limit} requests wait")
             return
-        reusable = layout.reusable_blocks(len(message.tokens) // 4)
+        reusable = layout.reusable_blocks(request.prompt_tokens)
         self.out.send(INDEX, m.LookupPrefix(message.request_id, keys[:reusable]))
 
     def _queue(self, message: m.PrefixFound) -> None:
@@ -145,37 +165,74 @@ class CentralScheduler(RoleMachine[_Request]):
     # --- fetches -------------------------------------------------------------------------------------------------
 
     def _fetch(self, message: m.FetchRequests) -> None:
-        for node, tokens in message.read_queues.items():
-            self.read_queues[node] = tokens
-        views = [EngineView(e.engine, e.node, e.sequences, e.tokens, e.free_hbm_tokens) for e in message.engines]
-        if message.kind == NodeKind.PE.value:
+        if message.group not in self._told:
+            raise PeerError(f"{self.role}: no group is called {message.group}")
+        kind, views = NodeKind(message.kind), self._views(message)
+        if kind is NodeKind.PE:
             chosen = self._fetch_prefill(views)
         else:
             self.group_tokens[message.group] = sum(v.tokens for v in views) + self._private_tokens(message.group)
             chosen = self._fetch_decode(message.group, views)
-        reserved: list[tuple[str, str, int]] = []
+        reserved: list[tuple[str, str, int, int]] = []
         for request_id, engine in chosen:
             request = self.records[request_id]
-            if message.kind == NodeKind.PE.value:
+            if kind is NodeKind.PE:
                 request.prefill_engine = engine
             else:
                 request.decode_engine = engine
             if request.state is SchedulerState.QUEUED:
                 self.move(request, "EngineChosen", SchedulerState.HALF_CHOSEN)
-                reserved.append((request_id, engine, request.waiting.tokens))
+                reserved.append((request_id, engine, *self._counted(request, kind)))
             else:
-                self._assign(request)
+                self._assign(request, kind)
         if reserved:
-            message_out = m.EnginesChosen(
-                tuple(r[0] for r in reserved), tuple(r[1] for r in reserved), tuple(r[2] for r in reserved)
-            )
-            self.out.send(self.plan.leader_of(reserved[0][1]), message_out)
+            serial = self._next_serial(message.group)
+            for _, engine, tokens, hbm_tokens in reserved:
+                self._tell(message.group, _Told(serial=serial, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens))
+            ids, engines, counted, hbm = zip(*reserved, strict=True)
+            self.out.send(self.plan.leader_of(engines[0]), m.EnginesChosen(serial, ids, engines, counted, hbm))
+
+    def _views(self, message: m.FetchRequests) -> list[EngineView]:
+        """The engines as reported, plus what the report cannot include yet."""
+        told = self._told[message.group]
+        while told and told[0].serial <= message.serial:
+            told.popleft()
+        reported = (EngineView(e.engine, e.node, e.sequences, e.tokens, e.free_hbm_tokens) for e in message.engines)
+        views = {view.engine: view for view in reported}
+        self.read_queues.update(message.read_queues)
+        for entry in told:
+            if entry.engine in views:
+                view = views[entry.engine]
+                view.sequences += 1
+                view.tokens += entry.tokens
+                view.free_hbm_tokens -= entry.hbm_tokens
+            if entry.read_node:
+                self.read_queues[entry.read_node] += entry.read_tokens
+        return list(views.values())
+
+    def _tell(self, group: str, told: _Told) -> None:
+        self._told[group].append(told)
+
+    def _next_serial(self, group: str) -> int:
+        self._serials[group] += 1
+        return self._serials[group]
+
+    def _counted(self, request: _Request, kind: NodeKind) -> tuple[int, int]:
+        """What a leader counts of a request: tokens, and tokens of HBM."""
+        waiting = self._waiting(request)
+        return (waiting.tokens, 0) if kind is NodeKind.PE else (waiting.total_tokens, waiting.hbm_tokens)
+
+    def _waiting(self, request: _Request) -> Waiting:
+        """A request as the selection functions see it."""
+        layout, prompt, generate = self.params.layout, request.prompt_tokens, request.generate_tokens
+        hbm_tokens = layout.sequence_blocks(prompt, generate) * layout.block_tokens
+        return Waiting(request.request_id, prompt, prompt + generate, hbm_tokens)
 
     def _fetch_prefill(self, views: list[EngineView]) -> list[tuple[str, str]]:
         queue = [self.records[r] for r in self.prefill_queue if r in self.records]
         if self.system.balanced:
             chosen = select_prefill(
-                [r.waiting for r in queue],
+                [self._waiting(r) for r in queue],
                 views,
                 self.read_queues,
                 alpha_tokens=self.params.alpha_tokens,
@@ -196,20 +253,22 @@ class CentralScheduler(RoleMachine[_Request]):
             taken = {r.request_id for r in mine}
             self.decode_queue = deque(r.request_id for r in waiting if r.request_id not in taken)
             return [(r.request_id, r.decode_engine) for r in mine]
-        for request_id, to in select_decode_group([r.waiting for r in waiting], self.group_tokens):
+        for request_id, to in select_decode_group([self._waiting(r) for r in waiting], self.group_tokens):
             self.private[to].append(request_id)
         self.decode_queue.clear()
         queue = [self.records[r] for r in self.private[group] if r in self.records]
-        chosen = select_decode([r.waiting for r in queue], views, z_factor=self.params.z_factor)
+        chosen = select_decode([self._waiting(r) for r in queue], views, z_factor=self.params.z_factor)
         self.private[group] = deque(r.request_id for r in queue[len(chosen) :])
         return chosen
 
     def _private_tokens(self, group: str) -> int:
-        return sum(self.records[r].waiting.total_tokens for r in self.private[group] if r in self.records)
+        return sum(
+            self._waiting(self.records[r]).total_tokens for r in self.private[group] if r in self.records
+        )
 
     # --- assignment ----------------------------------------------------------------------------------------------
 
-    def _assign(self, request: _Request) -> None:
+    def _assign(self, request: _Request, chosen_now: NodeKind) -> None:
         prefill_node, decode_node = node_of(request.prefill_engine), node_of(request.decode_engine)
         side = self._side(request, prefill_node, decode_node)
         assignment = m.Assignment(
@@ -225,11 +284,17 @@ class CentralScheduler(RoleMachine[_Request]):
             decode_node,
         )
         hit_tokens = request.hit_blocks * self.params.layout.block_tokens
-        if side != "none":
-            self.read_queues[prefill_node if side == "pe" else decode_node] += hit_tokens
         self.move(request, "EngineChosen", SchedulerState.ASSIGNED)
-        for engine in (request.prefill_engine, request.decode_engine):
-            self.out.send(self.plan.leader_of(engine), m.RequestsAssigned((assignment,)))
+        for engine, node in ((request.prefill_engine, prefill_node), (request.decode_engine, decode_node)):
+            group = self.plan.group_of_node(node)
+            serial = self._next_serial(group.name)
+            tokens, hbm_tokens = self._counted(request, group.kind)
+            if group.kind is chosen_now:  # the other half has been counted since it was chosen
+                self._tell(group.name, _Told(serial=serial, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens))
+            if side == group.kind.value:
+                self.read_queues[node] += hit_tokens
+                self._tell(group.name, _Told(serial=serial, read_node=node, read_tokens=hit_tokens))
+            self.out.send(group.leader, m.RequestsAssigned(serial, (assignment,)))
         scheduled = m.RequestScheduled(
             request.request_id, side, hit_tokens, request.prefill_engine, request.decode_engine
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emulators.base import Record, RoleMachine, participants
+from emulators.base import Record, RoleMachine, participants, unexpected
 from testbed.errors import PeerError
 from testbed.ids import DRIVER, INDEX, cnic_hbm_endpoint
 from testbed.protocol import messages as m
@@ -25,6 +25,7 @@ from testbed.protocol.machine import (
     CloseGrant,
     ComputeDecode,
     ComputeFinished,
+    DeadlinePassed,
     DecodeItem,
     Event,
     ForgetSequence,
@@ -83,6 +84,7 @@ class _Sequence(Record):
     pages: tuple[int, ...] = ()
     grant_id: int = 0
     unsettled: set[int] = field(default_factory=set)  # keys of full blocks not durable yet
+    copied: set[int] = field(default_factory=set)  # keys of full blocks whose copy to DRAM has been posted
     published: bool = False
 
     @property
@@ -136,7 +138,7 @@ class DecodeEngine(RoleMachine[_Sequence]):
             case m.BlockSettled():
                 if (sequence := self.find(message.request_id, "BlockSettled")) is not None:
                     self._settled(sequence, message.key)
-            case m.BlockPublished():  # Oracle only: it publishes by itself
+            case m.BlockPublished() if not self.system.moves_kv:  # Oracle publishes by itself
                 if (sequence := self.find(message.request_id, "BlockSettled")) is not None:
                     self._settled(sequence, message.key)
             case _:
@@ -149,10 +151,12 @@ class DecodeEngine(RoleMachine[_Sequence]):
         )
         sequence.keys.extend(np.frombuffer(a.tokens, dtype="<u4"))
         if not self.begin(sequence):
+            self.release_ended(a.request_id, self.leader)
             return
         need = self._pages_needed(a)
         if need > self.hbm.capacity:
-            self.fail(sequence, "HbmTooSmall", f"it needs {need} blocks, the HBM of {self.role} has {self.hbm.capacity}")
+            detail = f"it needs {need} blocks, the HBM of {self.role} has {self.hbm.capacity}"
+            self.fail(sequence, "HbmTooSmall", detail)
         elif self.system.moves_kv:
             sequence.unsettled = set(a.keys[a.hit_blocks : layout.full_blocks(a.prompt_tokens)])
             self.out.send(a.decode_node, m.ReserveBuffer(a))
@@ -160,7 +164,7 @@ class DecodeEngine(RoleMachine[_Sequence]):
             sequence.buffered = True
 
     def _pages_needed(self, a: m.Assignment) -> int:
-        return self.params.layout.blocks(a.prompt_tokens + a.generate_tokens - 1)
+        return self.params.layout.sequence_blocks(a.prompt_tokens, a.generate_tokens)
 
     def _first_token(self, sequence: _Sequence, token: int) -> None:
         if not sequence.emitted:
@@ -185,7 +189,7 @@ class DecodeEngine(RoleMachine[_Sequence]):
     # --- into HBM ------------------------------------------------------------------------------------------------
 
     def _pump_waiting(self) -> None:
-        """HBM is taken only now, after prefill (paper 4.1), in FIFO order; a request waits until it has all it needs."""
+        """HBM is taken only now, after prefill (paper 4.1), in FIFO order; a request waits for all that it needs."""
         while self.waiting:
             sequence = self.records.get(self.waiting[0])
             if sequence is None:
@@ -287,7 +291,12 @@ class DecodeEngine(RoleMachine[_Sequence]):
 
     def _copy_out(self, sequence: _Sequence, message: m.StageOpened) -> None:
         """D2H of a full block through the CNIC; its page stays until the copy has ended."""
+        if message.key not in sequence.unsettled or message.key not in sequence.keys.full:
+            raise PeerError(f"{self.role}: room for block {message.key:016x}, which has not been asked for")
         self.move(sequence, "StageOpened", sequence.state)
+        if message.key in sequence.copied:  # a repeat: its grant has been used
+            return
+        sequence.copied.add(message.key)
         page = sequence.pages[sequence.keys.full.index(message.key)]
         self.hbm.retain((page,))
         write_id = self._new_id()
@@ -348,10 +357,10 @@ class DecodeEngine(RoleMachine[_Sequence]):
                 self._copied(event.write_id, "")
             case WriteFailed():
                 self._copied(event.write_id, event.reason)
-            case Started():
+            case Started() | DeadlinePassed():  # a deadline of a request that has just ended
                 pass
             case _:
-                raise PeerError(f"{self.role}: {type(event).__name__} is not for a decode engine")
+                raise unexpected(self.role, event)
 
     def _copied(self, write_id: int, failure: str) -> None:
         request_id, page = self.copies.pop(write_id)

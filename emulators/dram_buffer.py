@@ -17,7 +17,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from emulators.base import Record, RoleMachine, participants
+from emulators.base import Record, RoleMachine, participants, unexpected
 from emulators.persister import Persister, PersistJob
 from testbed.errors import PeerError
 from testbed.ids import cnic_dram_endpoint, snic_endpoint
@@ -56,7 +56,8 @@ class DramState(enum.Enum):
 
 
 _W, _R, _H, _B, _F, _D, _X = DramState
-_LATE = frozenset({"LoadPrefix", "ReserveBuffer"})
+_ADMITTED = frozenset({"LoadPrefix", "ReserveBuffer"})
+_BUFFERED = _ADMITTED | {"LoadLayers", "OpenLayerWrites", "BlockUnreadable"}
 
 TABLE = TransitionTable(
     role="DRAM buffer",
@@ -75,7 +76,14 @@ TABLE = TransitionTable(
         _F: {"PromptLoaded": (_D,), "StageBlock": (_F,), "BlockSettled": (_F,), "RequestReleased": (_X,)},
         _D: {"StageBlock": (_D,), "BlockSettled": (_D,), "RequestReleased": (_X,)},
     },
-    ignored={state: _LATE for state in (_W, _R, _H, _B, _F, _D)},
+    ignored={
+        _W: _ADMITTED,
+        _R: _ADMITTED,
+        _H: _ADMITTED | {"BlockUnreadable"},
+        _B: _BUFFERED,
+        _F: _BUFFERED | {"LoadPrompt"},
+        _D: _BUFFERED | {"LoadPrompt", "SkipPrompt"},
+    },
 )
 
 
@@ -83,6 +91,15 @@ TABLE = TransitionTable(
 class _Read:
     request_id: str
     block: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A block asked of ``server`` and not landed yet."""
+
+    request_id: str
+    key: int
+    server: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,10 @@ class Held(Record):
     layer_blocks_left: int = 0
     grants: dict[int, int] = field(default_factory=dict)  # open grant -> Layer Blocks it brings (0: a storage read)
     staged: dict[int, _Stage] = field(default_factory=dict)  # open staging grant -> what it brings
+    # What has been asked for, so that a repeated message changes nothing:
+    opened: dict[int, tuple[GrantRef, ...]] = field(default_factory=dict)  # by chunk
+    served: set[int] = field(default_factory=set)  # grants of the PE
+    generated: set[int] = field(default_factory=set)  # keys of blocks to stage
 
     @property
     def reads_here(self) -> bool:
@@ -135,7 +156,7 @@ class DramBuffer(RoleMachine[Held]):
         self.issuer = GrantIssuer()
         self.waiting: deque[str] = deque()
         self.reads: deque[_Read] = deque()
-        self.reading: dict[int, tuple[str, str]] = {}  # grant -> (request, storage server)
+        self.reading: dict[int, _Reading] = {}  # by grant
         self.outstanding: dict[str, int] = dict.fromkeys(plan.storage, 0)
         self.stages: deque[_Stage] = deque()
         self.writes: dict[int, _Posted] = {}
@@ -163,7 +184,9 @@ class DramBuffer(RoleMachine[Held]):
                     self.move(held, "SkipPrompt", _D)
                     self._free(held)
             case m.StageBlock():
-                if self.find(message.request_id, "StageBlock") is not None:
+                held = self.find(message.request_id, "StageBlock")
+                if held is not None and message.key not in held.generated:
+                    held.generated.add(message.key)
                     self.stages.append(_Stage(message.request_id, message.key, message.parent))
                     self._pump_stages()
             case m.PrefixReleased():
@@ -175,7 +198,8 @@ class DramBuffer(RoleMachine[Held]):
                     self.move(held, "RequestReleased", _X)
                     self._free(held)
             case m.BlockUnreadable():
-                if (held := self.find(message.request_id, "BlockUnreadable")) is not None:
+                held = self.find(message.request_id, "BlockUnreadable")
+                if held is not None and self._is_reading(message.request_id, message.key):
                     detail = f"{sender} cannot serve block {message.key:016x}: {message.reason}"
                     self.fail(held, "BlockUnreadable", detail)
             case m.PersistOpened() | m.BlockStored() | m.BlockNotStored() | m.BlockPublished():
@@ -246,13 +270,15 @@ class DramBuffer(RoleMachine[Held]):
             server = choose_replica(holders, self.outstanding)
             landing = self._landing((held.pages[read.block],), (key,), 0, self.params.layout.layers)
             ref = self._grant(held, snic_endpoint(self.role), landing, 0)
-            self.reading[ref.grant_id] = (read.request_id, server)
+            self.reading[ref.grant_id] = _Reading(read.request_id, key, server)
             self.outstanding[server] += 1
             self.out.send(server, m.ReadBlock(read.request_id, key, ref))
 
     def _read_ended(self, grant_id: int) -> None:
-        _, server = self.reading.pop(grant_id)
-        self.outstanding[server] -= 1
+        self.outstanding[self.reading.pop(grant_id).server] -= 1
+
+    def _is_reading(self, request_id: str, key: int) -> bool:
+        return any(r.request_id == request_id and r.key == key for r in self.reading.values())
 
     def _read_landed(self, grant_id: int, held: Held) -> None:
         self._read_ended(grant_id)
@@ -271,8 +297,9 @@ class DramBuffer(RoleMachine[Held]):
 
     def _load_layers(self, message: m.LoadLayers) -> None:
         held = self.find(message.request_id, "LoadLayers")
-        if held is None:
+        if held is None or message.grant.grant_id in held.served:
             return
+        held.served.add(message.grant.grant_id)
         a = held.assignment
         offset, size = self.params.layout.layer_slice(message.layer_begin, message.layer_end)
         pages = held.pages[message.first_block : message.first_block + message.block_count]
@@ -283,6 +310,12 @@ class DramBuffer(RoleMachine[Held]):
         held = self.find(message.request_id, "OpenLayerWrites")
         if held is None:
             return
+        if message.chunk not in held.opened:
+            held.opened[message.chunk] = self._open_steps(held, message)
+        answer = m.LayerWritesOpened(message.request_id, message.chunk, held.opened[message.chunk])
+        self.out.send(held.assignment.prefill_engine, answer)
+
+    def _open_steps(self, held: Held, message: m.OpenLayerWrites) -> tuple[GrantRef, ...]:
         a = held.assignment
         blocks = slice(message.first_block, message.first_block + message.block_count)
         refs = []
@@ -290,7 +323,7 @@ class DramBuffer(RoleMachine[Held]):
             landing = self._landing(held.pages[blocks], a.keys[blocks], begin, end)
             brings = message.block_count * (end - begin)
             refs.append(self._grant(held, cnic_dram_endpoint(a.decode_engine), landing, brings))
-        self.out.send(a.prefill_engine, m.LayerWritesOpened(a.request_id, message.chunk, tuple(refs)))
+        return tuple(refs)
 
     def _layers_landed(self, held: Held, layer_blocks: int) -> None:
         held.layer_blocks_left -= layer_blocks
@@ -306,8 +339,8 @@ class DramBuffer(RoleMachine[Held]):
         self.move(held, "LayersLanded", _B)
         self.out.send(a.decode_engine, m.PromptBuffered(a.request_id))
         for k in range(a.hit_blocks, self.params.layout.full_blocks(a.prompt_tokens)):
-            parent = a.keys[k - 1] if k else ROOT
-            self._persist(a.request_id, a.keys[k], parent, self.buffer, held.pages[k], self.buffer.offset(held.pages[k]))
+            parent, page = a.keys[k - 1] if k else ROOT, held.pages[k]
+            self._persist(a.request_id, a.keys[k], parent, self.buffer, page, self.buffer.offset(page))
         return True
 
     def _persist(self, request_id: str, key: int, parent: int, pool: PagePool, page: int, offset: int) -> None:
@@ -322,7 +355,7 @@ class DramBuffer(RoleMachine[Held]):
         self.persister.submit(job, self.now_ns)
 
     def _settled(self, request_id: str, key: int, durable: bool) -> None:
-        held = self.find(request_id, "BlockSettled")
+        held = self.records.get(request_id)
         if held is not None:
             self.move(held, "BlockSettled", held.state)
             self.out.send(held.assignment.decode_engine, m.BlockSettled(request_id, key, durable))
@@ -399,7 +432,7 @@ class DramBuffer(RoleMachine[Held]):
             case Started():
                 pass
             case _:
-                raise PeerError(f"{self.role}: {type(event).__name__} is not for a DRAM buffer")
+                raise unexpected(self.role, event)
 
     def _landed(self, grant_id: int) -> None:
         held = self.records.get(self.owners.pop(grant_id, ""))

@@ -62,6 +62,8 @@ class GroupLeader(RoleMachine[_Held]):
     def __init__(self, group: GroupPlan, params: ProtocolParams) -> None:
         super().__init__(group.leader, params)
         self.group = group
+        self.serial = 0
+        """Of the last message of the scheduler: what the next report includes."""
 
     def on_event(self, event: Event) -> None:
         """The interval has passed, or the run starts: pull."""
@@ -84,17 +86,19 @@ class GroupLeader(RoleMachine[_Held]):
         loads = tuple(
             m.EngineLoad(e, node_of(e), sequences[e], tokens[e], capacity - hbm[e]) for e in self.group.engines
         )
-        self.out.send(SCHEDULER, m.FetchRequests(self.group.name, self.group.kind.value, loads, queues))
+        report = m.FetchRequests(self.group.name, self.group.kind.value, self.serial, loads, queues)
+        self.out.send(SCHEDULER, report)
 
     def on_message(self, sender: str, message: m.Message) -> None:
         """Reservations and assignments from the scheduler, releases from engines, finished reads from DRAM."""
         match message:
             case m.EnginesChosen():
-                for request_id, engine, tokens in zip(
-                    message.request_ids, message.engines, message.tokens, strict=True
-                ):
-                    self._reserve(request_id, engine, tokens)
+                self.serial = max(self.serial, message.serial)
+                reserved = (message.request_ids, message.engines, message.tokens, message.hbm_tokens)
+                for request_id, engine, tokens, hbm_tokens in zip(*reserved, strict=True):
+                    self._reserve(request_id, engine, tokens, hbm_tokens)
             case m.RequestsAssigned():
+                self.serial = max(self.serial, message.serial)
                 for assignment in message.assignments:
                     self._assign(assignment)
             case m.RequestReleased():
@@ -103,28 +107,30 @@ class GroupLeader(RoleMachine[_Held]):
             case m.ReadFinished():
                 if (held := self.find(message.request_id, "ReadFinished")) is not None:
                     held.read_node, held.read_tokens = "", 0
+                    self.move(held, "ReadFinished", LeaderState.ASSIGNED)
             case _:
                 raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for a leader")
 
-    def _reserve(self, request_id: str, engine: str, tokens: int) -> None:
-        self.begin(_Held(request_id=request_id, state=LeaderState.RESERVED, engine=engine, tokens=tokens))
+    def _reserve(self, request_id: str, engine: str, tokens: int, hbm_tokens: int) -> None:
+        held = _Held(
+            request_id=request_id, state=LeaderState.RESERVED, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens
+        )
+        self.begin(held)
 
     def _assign(self, assignment: m.Assignment) -> None:
         prefill = self.group.kind is NodeKind.PE
         engine = assignment.prefill_engine if prefill else assignment.decode_engine
-        total = assignment.prompt_tokens if prefill else assignment.prompt_tokens + assignment.generate_tokens
-        self._reserve(assignment.request_id, engine, total)
+        prompt, generate = assignment.prompt_tokens, assignment.generate_tokens
+        layout = self.params.layout
+        hbm_tokens = 0 if prefill else layout.sequence_blocks(prompt, generate) * layout.block_tokens
+        self._reserve(assignment.request_id, engine, prompt if prefill else prompt + generate, hbm_tokens)
         held = self.find(assignment.request_id, "RequestsAssigned")
         if held is None:
             return
         held.participants = participants(assignment)
-        held.tokens = total
-        if not prefill:
-            bt = self.params.layout.block_tokens
-            held.hbm_tokens = self.params.layout.blocks(total) * bt
         if assignment.read_side == self.group.kind.value:
             held.read_node = node_of(engine)
-            held.read_tokens = assignment.hit_blocks * self.params.layout.block_tokens
+            held.read_tokens = assignment.hit_blocks * layout.block_tokens
         self.move(held, "RequestsAssigned", LeaderState.ASSIGNED)
         self.out.send(engine, m.AssignPrefill(assignment) if prefill else m.AssignDecode(assignment))
 

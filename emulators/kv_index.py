@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from testbed.errors import PeerError
+from emulators.base import report_stray, unexpected
 from testbed.ids import INDEX
 from testbed.protocol import messages as m
 from testbed.protocol.machine import Action, Event, Outbox, Received, Started
@@ -25,12 +25,13 @@ class KvIndex:
         for key, parent in stored:
             self.trie.insert(key, parent)
         self.out = Outbox()
+        self.strays = 0
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
-        """Look-ups and publications; both are idempotent.
+        """Look-ups and publications; both are idempotent. Any other message ends its request by name.
 
         Raises:
-            PeerError: any other message.
+            BugError: an event that no index asks its world for.
         """
         if isinstance(event, Received):
             message = event.message
@@ -44,7 +45,8 @@ class KvIndex:
                 case m.AbortRequest():
                     pass
                 case _:
-                    raise PeerError(f"{self.role}: {type(message).__name__} from {event.sender} is not for an index")
+                    self.strays += 1
+                    self.out.actions.extend(report_stray(self.role, event.sender, message))
         elif not isinstance(event, Started):
-            raise PeerError(f"{self.role}: {type(event).__name__} is not for an index")
+            raise unexpected(self.role, event)
         return self.out.take()

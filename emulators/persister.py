@@ -30,6 +30,7 @@ class PersistJob:
     offset: int
     settled: Callable[[bool], None]
     waiting_for: set[str] = field(default_factory=set)
+    written_to: set[str] = field(default_factory=set)
     writes_out: int = 0
     given_up: bool = False
 
@@ -78,6 +79,9 @@ class Persister:
             return
         match message:
             case m.PersistOpened():
+                if sender in job.written_to:  # a repeat: its grant has been used
+                    return
+                job.written_to.add(sender)
                 write_id = self._new_write_id()
                 self._writes[write_id] = (job, sender)
                 job.writes_out += 1

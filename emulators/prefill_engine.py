@@ -14,7 +14,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from emulators.base import Record, RoleMachine, participants
+from emulators.base import Record, RoleMachine, participants, unexpected
 from testbed.errors import PeerError
 from testbed.ids import DRIVER, cnic_hbm_endpoint
 from testbed.protocol import messages as m
@@ -24,6 +24,7 @@ from testbed.protocol.machine import (
     CloseGrant,
     ComputeFinished,
     ComputePrefill,
+    DeadlinePassed,
     Event,
     ForgetSequence,
     LandingRefused,
@@ -65,7 +66,7 @@ TABLE = TransitionTable(
         _F: {"LayerWritesOpened": (_F,), "AllFlushed": (_X,)},
     },
     ignored={state: frozenset({"AssignPrefill", "BufferReserved", "PrefixLoaded"}) for state in (_Q, _C, _F)}
-    | {state: frozenset({"AssignPrefill"}) for state in (_V, _R)},
+    | {_R: frozenset({"AssignPrefill", "BufferReserved"}), _V: frozenset({"AssignPrefill"})},
 )
 
 
@@ -163,7 +164,7 @@ class PrefillEngine(RoleMachine[_Prompt]):
                         self.move(prompt, "PrefixLoaded", _V)
             case m.LayerWritesOpened():
                 if (prompt := self.find(message.request_id, "LayerWritesOpened")) is not None:
-                    prompt.layer_grants[message.chunk] = message.grants
+                    prompt.layer_grants.setdefault(message.chunk, message.grants)  # a repeat brings the same
                     self.move(prompt, "LayerWritesOpened", prompt.state)
                     self._advance()
             case _:
@@ -173,10 +174,11 @@ class PrefillEngine(RoleMachine[_Prompt]):
         prompt = _Prompt(request_id=a.request_id, state=_V, participants=participants(a), assignment=a)
         prompt.computed_tokens = a.hit_blocks * self.params.layout.block_tokens
         if not self.begin(prompt):
+            self.release_ended(a.request_id, self.leader)
             return
         prompt.prefix_loaded = a.read_side == "none"
         if len(a.keys) > self._batch_blocks():
-            detail = f"{len(a.keys)} blocks per layer step exceed the {self._batch_blocks()} that the HBM of {self.role} holds"
+            detail = f"{len(a.keys)} blocks per layer step exceed the {self._batch_blocks()} that {self.role} can hold"
             self.fail(prompt, "HbmTooSmall", detail)
         elif not self.system.moves_kv:
             self._make_runnable(prompt, "BufferReserved")
@@ -425,10 +427,10 @@ class PrefillEngine(RoleMachine[_Prompt]):
                 self._write_ended(event.write_id, "")
             case WriteFailed():
                 self._write_ended(event.write_id, event.reason)
-            case Started():
+            case Started() | DeadlinePassed():  # a deadline of a request that has just ended
                 pass
             case _:
-                raise PeerError(f"{self.role}: {type(event).__name__} is not for a prefill engine")
+                raise unexpected(self.role, event)
 
     def _write_ended(self, write_id: int, failure: str) -> None:
         _, share = self.flushes.pop(write_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from testbed.errors import PeerError
+from emulators.base import report_stray, unexpected
 from testbed.ids import snic_endpoint
 from testbed.protocol import messages as m
 from testbed.protocol.grants import GrantIssuer, Landing
@@ -67,14 +67,15 @@ class StorageServer:
         self.receiving: dict[int, _Task] = {}  # open grant -> task
         self.storing: dict[int, _Task] = {}  # page -> task
         self.store_failures: list[str] = []
+        self.strays = 0
         self._next_write = 0
         self._now_ns = 0
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
-        """Take one event.
+        """Take one event. A message that is not for a storage server ends its request by name.
 
         Raises:
-            PeerError: a message that is not for a storage server.
+            BugError: an event that no storage server asks its world for.
         """
         self._now_ns = now_ns
         match event:
@@ -103,7 +104,7 @@ class StorageServer:
             case Started():
                 pass
             case _:
-                raise PeerError(f"{self.role}: {type(event).__name__} is not for a storage server")
+                raise unexpected(self.role, event)
         return self.out.take()
 
     def _receive(self, sender: str, message: m.Message) -> None:
@@ -115,6 +116,8 @@ class StorageServer:
                     self.reads.append(_Task(sender, message))
                     self._pump_reads()
             case m.PersistBlock():
+                if self._is_storing(sender, message):
+                    return  # a repeat
                 if len(self.stores) >= self.params.queue_limit:
                     self.out.send(sender, m.BlockNotStored(message.request_id, message.key, "write queue full"))
                 else:
@@ -123,7 +126,8 @@ class StorageServer:
             case m.AbortRequest():
                 pass  # blocks are served one by one; a grant that was closed refuses them where they land
             case _:
-                raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for a storage server")
+                self.strays += 1
+                self.out.actions.extend(report_stray(self.role, sender, message))
 
     # --- reads ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +158,10 @@ class StorageServer:
 
     def _write_offset(self, page: int) -> int:
         return self.read_pages.capacity * self.read_pages.page_bytes + self.write_pages.offset(page)
+
+    def _is_storing(self, peer: str, message: m.PersistBlock) -> bool:
+        tasks = (*self.stores, *self.receiving.values(), *self.storing.values())
+        return any(t.peer == peer and t.message == message for t in tasks)
 
     def _pump_stores(self) -> None:
         while self.stores:

@@ -62,7 +62,8 @@ def fold_digests(start: U64, seals: U64) -> U64:
     """D after blocks whose seals are ``seals`` [blocks, layers], from ``start`` [layers]."""
     n = len(seals)
     weights = powers(RADIX, n + 1)
-    return start * weights[n] + (seals * weights[:n][::-1, None]).sum(axis=0, dtype=np.uint64)
+    folded: U64 = start * weights[n] + (seals * weights[:n][::-1, None]).sum(axis=0, dtype=np.uint64)
+    return folded
 
 
 def kv_bytes(layout: BlockLayout, chain: U64, digests: U64, constants: U64) -> U8:

@@ -37,7 +37,9 @@ class _Prompt:
 class KvDevice:
     """One GPU's arithmetic over ``data`` [size] (its HBM) and ``seals`` (one per Layer Block of ``data``)."""
 
-    def __init__(self, layout: BlockLayout, vocab_size: int, data: U8, seals: U64, *, materialise: bool = False) -> None:
+    def __init__(
+        self, layout: BlockLayout, vocab_size: int, data: U8, seals: U64, *, materialise: bool = False
+    ) -> None:
         self._layout = layout
         self._vocab = vocab_size
         self._data = data
@@ -122,7 +124,8 @@ class KvDevice:
         sequence = _Sequence(ids.tolist(), keys, np.zeros(layout.layers, dtype=np.uint64))
         self._sequences[request_id] = sequence
         if self._materialise:
-            item = PrefillItem(request_id, tokens, layout.keys(ids), pages[: layout.blocks(len(ids))], 0, len(ids), False)
+            prompt_pages = pages[: layout.blocks(len(ids))]
+            item = PrefillItem(request_id, tokens, layout.keys(ids), prompt_pages, 0, len(ids), False)
             self._prefill_item(item, 0, layout.layers)
             self._prompts.pop(request_id, None)
 

@@ -98,7 +98,8 @@ class GrantTable:
         if entry.state is not GrantState.OPEN:
             raise PeerError(f"write refused: grant {grant_id} is being written already")
         if entry.landing.size_bytes != size_bytes:
-            raise PeerError(f"write refused: grant {grant_id} is for {entry.landing.size_bytes} bytes, the write has {size_bytes}")
+            granted = entry.landing.size_bytes
+            raise PeerError(f"write refused: grant {grant_id} is for {granted} bytes, the write has {size_bytes}")
         entry.state = GrantState.LANDING
         return entry.landing
 

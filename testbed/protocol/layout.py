@@ -41,7 +41,7 @@ class BlockLayout:
     def __post_init__(self) -> None:
         """Raises ConfigError for a layout that has no bytes."""
         if min(self.layers, self.block_tokens, self.bytes_per_token_layer) < 1:
-            raise ConfigError(f"block layout of {self.model}: layers, block_tokens and bytes per token must be positive.")
+            raise ConfigError(f"block layout of {self.model}: layers, block_tokens and token bytes must be positive.")
 
     @property
     def layer_block_bytes(self) -> int:
@@ -67,6 +67,10 @@ class BlockLayout:
         """Blocks that ``tokens`` tokens fill."""
         return tokens // self.block_tokens
 
+    def sequence_blocks(self, prompt_tokens: int, generate_tokens: int) -> int:
+        """Blocks that a sequence takes in HBM in the end: the KV of the last token generated is never computed."""
+        return self.blocks(prompt_tokens + generate_tokens - 1)
+
     def reusable_blocks(self, prompt_tokens: int) -> int:
         """Most blocks of a prompt that may be hits: at least one token must be computed to emit the first token."""
         return max(0, prompt_tokens - 1) // self.block_tokens
@@ -81,7 +85,7 @@ class BlockLayout:
         return layer_begin * size, (layer_end - layer_begin) * size
 
     def keys(self, tokens: U32) -> tuple[int, ...]:
-        """Key of every block of ``tokens`` (uint32 ids), the partial tail's last (a tail's key is its own, never stored)."""
+        """Key of every block of ``tokens`` (uint32 ids); a partial tail has a key of its own, which is never stored."""
         state = xxhash.xxh3_64(seed=self.fingerprint)
         raw = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
         step = 4 * self.block_tokens
@@ -117,7 +121,9 @@ def seal_seed(key: int, layer: int) -> int:
     return (key + (layer + 1) * _LAYER_STEP) & MASK64
 
 
-def seal_pieces(data: memoryview, keys: Sequence[int], layer_begin: int, layer_end: int, layer_block_bytes: int) -> list[int]:
+def seal_pieces(
+    data: memoryview, keys: Sequence[int], layer_begin: int, layer_end: int, layer_block_bytes: int
+) -> list[int]:
     """Recompute the seals of ``len(keys)`` consecutive pieces of ``layer_end - layer_begin`` Layer Blocks each.
 
     ``data`` holds them back to back; the result is piece-major: all layers of the first block, then of the second.

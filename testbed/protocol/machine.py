@@ -195,7 +195,7 @@ class ComputePrefill:
 class DecodeItem:
     """One sequence of a decode step: the KV of ``token`` is computed at position ``position``, the next token emitted.
 
-    ``pages``: offsets in HBM of its Full Blocks in order. ``reread``: hash every byte of KV again, trust no running sum.
+    ``pages``: offsets in HBM of its Full Blocks in order. ``reread``: hash all bytes of KV again, trust no running sum.
     """
 
     request_id: str

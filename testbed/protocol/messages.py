@@ -100,10 +100,14 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class FetchRequests(Message, frozen=True):
-    """Leader -> scheduler, at every fetch interval: load of all engines and read queues (in tokens) of the nodes."""
+    """Leader -> scheduler, at every fetch interval: load of all engines and read queues (in tokens) of the nodes.
+
+    ``serial`` is the last message of the scheduler that these figures include.
+    """
 
     group: str
     kind: str
+    serial: int
     engines: tuple[EngineLoad, ...]
     read_queues: dict[str, int]
 
@@ -111,15 +115,21 @@ class FetchRequests(Message, frozen=True):
 class RequestsAssigned(Message, frozen=True):
     """Scheduler -> leader: what the group fetched, and requests whose other half has been chosen since."""
 
+    serial: int
     assignments: tuple[Assignment, ...]
 
 
 class EnginesChosen(Message, frozen=True):
-    """Scheduler -> leader: requests reserved on engines of the group (counted in seq_e and tok_e), other half pending."""
+    """Scheduler -> leader: requests reserved on engines of the group, other half pending.
 
+    They count at once: in seq_e, in tok_e by ``tokens``, in the free HBM of a DE by ``hbm_tokens``.
+    """
+
+    serial: int
     request_ids: tuple[str, ...]
     engines: tuple[str, ...]
     tokens: tuple[int, ...]
+    hbm_tokens: tuple[int, ...]
 
 
 class AssignPrefill(Message, frozen=True):
@@ -176,7 +186,7 @@ class PrefixLoaded(Message, frozen=True):
 
 
 class LoadLayers(Message, frozen=True):
-    """PE -> DRAM that holds the blocks: write layers of blocks ``[first, first+count)`` under the grant (path 3-4/3-5)."""
+    """PE -> DRAM that holds the blocks: write layers of these blocks under the grant (PE path 3-4, DE path 3-5)."""
 
     request_id: str
     first_block: int

@@ -106,7 +106,9 @@ SYSTEMS: dict[str, SystemConfig] = {
     for system in (
         SystemConfig(name="basic", title="Basic", layerwise=False, side_policy="pe", balanced=False),
         SystemConfig(name="layerwise", title="+ layerwise", layerwise=True, side_policy="pe", balanced=False),
-        SystemConfig(name="dual-path-rr", title="+ dual path", layerwise=True, side_policy="round_robin", balanced=False),
+        SystemConfig(
+            name="dual-path-rr", title="+ dual path", layerwise=True, side_policy="round_robin", balanced=False
+        ),
         SystemConfig(name="dualpath", title="DualPath", layerwise=True, side_policy="shorter_queue", balanced=True),
         SystemConfig(
             name="oracle", title="Oracle", layerwise=True, side_policy="pe", balanced=True, moves_kv=False

@@ -22,11 +22,15 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request in a queue: ``tokens`` is its prompt, ``total_tokens`` prompt plus generation (the HBM it will need)."""
+    """A request in a queue: ``tokens`` is its prompt, ``total_tokens`` prompt plus generation.
+
+    ``hbm_tokens`` is the room that it takes in a DE's HBM: whole blocks, so that what fits in tokens fits in pages.
+    """
 
     request_id: str
     tokens: int
     total_tokens: int
+    hbm_tokens: int
 
 
 def select_prefill(
@@ -77,21 +81,21 @@ def select_decode(queue: Sequence[Waiting], engines: Sequence[EngineView], *, z_
         return []
     free, fitting = sum(e.free_hbm_tokens for e in engines), 0
     for request in queue:
-        if request.total_tokens > free:
+        if request.hbm_tokens > free:
             break
-        free -= request.total_tokens
+        free -= request.hbm_tokens
         fitting += request.total_tokens
     z = z_factor * (fitting + sum(e.tokens for e in engines)) / len(engines)
     assigned: list[tuple[str, str]] = []
     for request in queue:
-        roomy = [e for e in engines if e.free_hbm_tokens >= request.total_tokens]
+        roomy = [e for e in engines if e.free_hbm_tokens >= request.hbm_tokens]
         if not roomy:
             break
         light = [e for e in roomy if e.tokens + request.total_tokens <= z]
         best = min(light, key=lambda e: e.sequences) if light else min(roomy, key=lambda e: e.tokens)
         best.tokens += request.total_tokens
         best.sequences += 1
-        best.free_hbm_tokens -= request.total_tokens
+        best.free_hbm_tokens -= request.hbm_tokens
         assigned.append((request.request_id, best.engine))
     return assigned
 

@@ -1,0 +1,66 @@
+"""What may be left of a request when it has ended: nothing. A generic walk, so that a new queue is watched at once.
+
+Every container of every machine must be empty, every pool unused, no grant open, no deadline set, no sequence known to
+a GPU; exceptions are listed by name, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from testbed.protocol.pages import PagePool
+from tests.support.local_world import LocalWorld
+
+LASTING = {
+    "_ended": "names of ended requests, bounded: late messages are known by them",
+    "contexts": "the agents' own memory",
+    "outcomes": "the result",
+    "scripts": "the input",
+    "starts_ns": "the input",
+    "group_tokens": "a figure per group",
+    "read_queues": "a figure per node",
+    "store_failures": "a report",
+    "_turn": "a figure per kind",
+    "_serials": "a figure per group",
+    "_told": "what the leaders' next reports will include",
+    "_servers": "the cluster",
+}
+INNER = {
+    "outstanding": "figures that must all be back to zero",
+    "private": "queues that must all be empty",
+}
+
+
+def leaks(world: LocalWorld) -> list[str]:
+    """Everything that is still held somewhere, by name."""
+    found: list[str] = []
+    for name, role in world.roles.items():
+        found += [f"{name}.{left}" for left in _machine_leaks(role.machine)]
+        if len(role.grants):
+            found.append(f"{name}: {len(role.grants)} grants open")
+        if left := set(role.deadlines) - {"fetch"}:
+            found.append(f"{name}: deadlines {sorted(left)}")
+        if role.device is not None and (role.device._sequences or role.device._prompts):
+            found.append(f"{name}: the GPU remembers requests")
+    return found
+
+
+def _machine_leaks(machine: Any) -> Iterator[str]:
+    for key, value in vars(machine).items():
+        if key in LASTING:
+            continue
+        if isinstance(value, PagePool):
+            if value.used or value.free != value.capacity:
+                yield f"{key}: {value.used} of {value.capacity} pages used"
+        elif key in INNER:
+            if any(value.values()):
+                yield f"{key}: {value}"
+        elif isinstance(value, dict | list | set | deque | tuple):
+            if value:
+                yield f"{key}: {len(value)} left ({str(value)[:200]})"
+        elif type(value).__name__ == "Persister":
+            yield from (f"persister.{left}" for left in _machine_leaks(value))
+        elif key in ("forward", "computing") and value is not None:
+            yield f"{key}: still there"
