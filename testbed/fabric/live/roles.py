@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from testbed.errors import BugError, TestbedError
+from testbed.fabric.live.blockstore import DiskCounters
 from testbed.fabric.live.controlplane import Address, ControlPlane
 from testbed.fabric.live.dataplane import DataPlane
 from testbed.fabric.live.gpu import Compute, Device, Gpu
@@ -41,7 +42,12 @@ Observer = Callable[[int, m.Event, Sequence[m.Action]], None]
 
 
 class Store(Protocol):
-    """Blocks on disk; both raise a TestbedError whose text says why."""
+    """Blocks on disk (``blockstore.BlockStore``); ``fetch`` and ``store`` raise a TestbedError whose text says why."""
+
+    @property
+    def counters(self) -> DiskCounters:
+        """What the disk has done."""
+        ...
 
     async def fetch(self, key: int, offset: int) -> None:
         """Read a block into memory."""
@@ -214,6 +220,8 @@ class LiveRole:
                 "bytes_sent": self._data.bytes_sent,
                 "peak_outstanding": self._data.peak_outstanding,
             }
+        if self._store is not None:
+            report["disk"] = asdict(self._store.counters)
         return report
 
     # --- events --------------------------------------------------------------------------------------------------
