@@ -211,6 +211,34 @@ class Plan:
             return own + tuple(self.dram_source(m) for m, node in enumerate(self.nodes) if node.kind is NodeKind.DE)
         return own + tuple(self.hbm_source(m) for m, node in enumerate(self.nodes) if node.kind is NodeKind.PE)
 
+    def path(self, source: str, destination: str) -> tuple[str, ...]:
+        """The resources that bytes from one endpoint to another pass, in order, shaped or not.
+
+        Every resource is one step of the paper's counts: "pe0.cnic3.read" is one CNIC read, "pe0.dram" one DRAM access.
+        """
+        leaving, entering = self._steps(source, leaving=True), self._steps(destination, leaving=False)
+        return (*leaving, *entering)
+
+    def _steps(self, endpoint: str, *, leaving: bool) -> tuple[str, ...]:
+        """Resources between a memory and the wire that its endpoint is on."""
+        host, device = self.endpoints[endpoint].host, self.endpoints[endpoint].device
+        if device == "control":
+            return ()
+        if host in self.spec.storage_names:
+            return (f"{host}.snic.{'tx' if leaving else 'rx'}",)
+        if device in ("cnic", "copy"):  # of a GPU
+            memory = f"{host}.pcie.{'tx' if leaving else 'rx'}"
+            node, gpu = host.split("gpu")
+            nic = f"{node}.cnic{gpu}.{'read' if leaving else 'write'}" if device == "cnic" else None
+        else:
+            memory = f"{host}.dram"
+            nic = {
+                "snic": f"{host}.snic.{'tx' if leaving else 'rx'}",
+                "mem": f"{host}.cnic{device[3:]}.{'read' if leaving else 'write'}",
+            }.get(device.rstrip("0123456789"))
+        steps = (memory,) if nic is None else (memory, nic)
+        return steps if leaving else steps[::-1]
+
     def snic_source(self, n: int) -> Source:
         """What leaves the SNIC of node ``n``."""
         return Source(name=f"{self.nodes[n].name}.dram", network=ipaddress.IPv4Network(f"10.1.2.{n + 1}/32"))

@@ -208,15 +208,21 @@ def source_route_messages(index: int, address: str) -> list[Message]:
 
 
 @functools.cache
-def _raise_template() -> bytes:
+def _state(up: bool) -> bytes:
     message = ifinfmsg()
-    message["flags"] = message["change"] = IFF_UP
+    message["flags"] = IFF_UP if up else 0
+    message["change"] = IFF_UP
     return encode(message, RTM_NEWLINK, CHANGE)
 
 
 def raise_message(index: int) -> Message:
     """Bring an interface up."""
-    return Message(at_index(_raise_template(), index), f"raise interface {index}")
+    return Message(at_index(_state(True), index), f"raise interface {index}")
+
+
+def lower_message(index: int) -> Message:
+    """Take an interface down."""
+    return Message(at_index(_state(False), index), f"take interface {index} down")
 
 
 def flags_of(link: bytes) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from pyroute2.netlink.rtnl.tcmsg import cls_u32, sched_htb, tcmsg
 from pyroute2.netlink.rtnl.tcmsg.common import calc_xmittime
 
 from testbed.fabric.live.addresses import PortKind, ShapedPort
-from testbed.fabric.live.netlink import CREATE, Message, at_index, encode
+from testbed.fabric.live.netlink import CHANGE, CREATE, Message, at_index, encode
 
 QUEUE_PACKETS = 20_000
 PACKET_BYTES = 8_000  # largest super-packet: with 64 KB ones lanes and round robin work in 64 KB lumps
@@ -141,9 +141,15 @@ def port_messages(port: ShapedPort, high_share: float) -> list[Message]:
     """Everything to shape one interface; send before the interface is up, or each root qdisc waits for RCU."""
     default = SHARED_CLASS if port.kind is PortKind.SHARED else REST_CLASS
     templates = [_htb_root(default)]
-    templates += [_htb_class(cls) for cls in classes_of(port, high_share)]
+    templates += [_htb_class(cls, CREATE) for cls in classes_of(port, high_share)]
     templates += [_u32_match(match) for match in matches_of(port)]
     return [Message(at_index(data, port.index), f"shape {port.name}") for data in templates]
+
+
+def rate_messages(port: ShapedPort, high_share: float) -> list[Message]:
+    """Change the classes of a shaped interface to the rates of ``port``."""
+    templates = [_htb_class(cls, CHANGE) for cls in classes_of(port, high_share)]
+    return [Message(at_index(data, port.index), f"change the rate of {port.name}") for data in templates]
 
 
 def redirect_messages(index: int, *, ingress_to: int, egress_to: int) -> list[Message]:
@@ -159,7 +165,7 @@ def _htb_root(default: int) -> bytes:
 
 
 @functools.cache
-def _htb_class(cls: HtbClass) -> bytes:
+def _htb_class(cls: HtbClass, flags: int) -> bytes:
     """htb takes the rate from PARMS alone: the rate tables that pyroute2 adds (2 KB a class) only served ATM links."""
     rate, ceil = cls.rate_bps // 8, cls.ceil_bps // 8
     burst = burst_bytes(cls.ceil_bps)
@@ -174,7 +180,8 @@ def _htb_class(cls: HtbClass) -> bytes:
     attrs: list[list[Any]] = [["TCA_HTB_PARMS", parameters]]
     if ceil > 0xFFFFFFFF:
         attrs += [["TCA_HTB_RATE64", rate], ["TCA_HTB_CEIL64", ceil]]
-    return tc_request(RTM_NEWTCLASS, "htb", handle=cls.classid, parent=cls.parent, options={"attrs": attrs})
+    options = {"attrs": attrs}
+    return tc_request(RTM_NEWTCLASS, "htb", handle=cls.classid, parent=cls.parent, options=options, flags=flags)
 
 
 @functools.cache

@@ -177,6 +177,7 @@ def _enter_namespaces() -> None:
         except PermissionError:
             pass  # root of a container without CAP_SYS_ADMIN: try as an ordinary user would
     try:
+        syscalls.own_proc_files()
         syscalls.unshare(_NAMESPACES | syscalls.CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")

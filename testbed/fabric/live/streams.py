@@ -1,15 +1,19 @@
-"""Plain TCP streams between endpoints, for calibration and tests: all flows of a set in one thread, one poll loop.
+"""Plain TCP streams between endpoints, for calibration and tests.
 
-Made for measuring on few cores: the sender writes one big buffer again and again, the receiver reads into one big
-buffer, and both are bounded by explicit socket buffers so that no more than those are ever queued in the network.
+Made for measuring on few cores: a sender is a thread that blocks in the kernel and writes one big buffer again and
+again, all receivers share one poll loop and one big buffer, and a read is stamped when it returns. Explicit socket
+buffers bound what a stream may have in the network.
 """
 
 from __future__ import annotations
 
 import selectors
 import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from testbed.errors import HostError
@@ -19,11 +23,15 @@ from testbed.fabric.live.network import Network
 WINDOW_BYTES = 1 << 17
 _CHUNK_BYTES = 1 << 18
 _CONNECT_S = 5.0
+_STALL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A stream from one endpoint to another; ``tos`` is the IP TOS byte; ``size_bytes`` 0 means until time is up."""
+    """A stream from one endpoint to another; ``tos`` is the IP TOS byte; ``size_bytes`` 0 means until time is up.
+
+    Streams with the same ``name`` are measured as one: what comes through a shared link in turns is even in sum only.
+    """
 
     name: str
     source: str
@@ -35,26 +43,60 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowResult:
-    """What a receiver saw after the warm-up: payload bytes between its first and last read, and the time between."""
+    """What the receivers of a name saw after the warm-up.
+
+    ``mean_bps`` is payload between the first and the last read by the time between. ``steady_bps`` is the interquartile
+    mean of the rates over all thirds of that time: a stall of the host in one place (the processor taken away for some
+    milliseconds) moves the mean, not this, and averaging evens out that bytes arrive in super-packets.
+    """
 
     name: str
-    payload_bytes: int
-    seconds: float
     total_bytes: int
+    mean_bps: float
+    steady_bps: float
 
-    @property
-    def payload_bps(self) -> float:
-        """Payload rate in steady state."""
-        return self.payload_bytes * 8 / self.seconds if self.seconds > 0 else 0.0
+
+class _Tally:
+    """What arrived under one name: after each read, when and how much so far."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.times: list[float] = []
+        self.totals: list[int] = []
+
+    def add(self, size: int, now_s: float, count_from_s: float) -> None:
+        """Count a read of ``size`` bytes."""
+        self.total += size
+        if size and now_s >= count_from_s:
+            self.times.append(now_s)
+            self.totals.append(self.total)
+
+    def result(self, name: str) -> FlowResult:
+        """The figures so far. The first read only starts the clock: how long its bytes had been due is unknown."""
+        reads = len(self.times)
+        if reads < 2:
+            return FlowResult(name=name, total_bytes=self.total, mean_bps=0.0, steady_bps=0.0)
+        span = max(reads // 3, 1)
+        rates = sorted(self._rate_bps(i, i + span) for i in range(reads - span))
+        middle = rates[len(rates) // 4 : len(rates) - len(rates) // 4]
+        return FlowResult(
+            name=name,
+            total_bytes=self.total,
+            mean_bps=self._rate_bps(0, reads - 1),
+            steady_bps=sum(middle) / len(middle),
+        )
+
+    def _rate_bps(self, begin: int, end: int) -> float:
+        seconds = self.times[end] - self.times[begin]
+        return (self.totals[end] - self.totals[begin]) * 8 / seconds if seconds > 0 else 0.0
 
 
 class _Stream:
     """Both ends of one flow."""
 
-    def __init__(self, network: Network, flow: Flow) -> None:
+    def __init__(self, network: Network, flow: Flow, tally: _Tally) -> None:
         self.flow = flow
-        self.sent = self.received = self.counted = 0
-        self.first_s = self.last_s = 0.0
+        self.tally = tally
         source, destination = network.endpoints[flow.source], network.endpoints[flow.destination]
         listener = _open(network, destination, flow)
         self.sender = _open(network, source, flow)
@@ -69,38 +111,28 @@ class _Stream:
             raise HostError(f"no connection from {flow.source} to {flow.destination}: {error}.") from error
         finally:
             listener.close()
-        self.sender.setblocking(False)
+        self.sender.settimeout(None)
         self.receiver.setblocking(False)
 
-    def send(self, data: memoryview) -> bool:
-        """Send what fits; False when all of a sized flow is sent."""
-        left = self.flow.size_bytes - self.sent if self.flow.size_bytes else len(data)
-        self.sent += self.sender.send(data[:left])
-        if self.flow.size_bytes and self.sent >= self.flow.size_bytes:
+    def send(self) -> None:
+        """The sender's thread: write until all is sent or the socket is closed under it."""
+        data = memoryview(bytes(_CHUNK_BYTES))
+        left = self.flow.size_bytes or sys.maxsize
+        with suppress(OSError):
+            while left > 0:
+                left -= self.sender.send(data[:left])
             self.sender.shutdown(socket.SHUT_WR)
-            return False
-        return True
 
-    def receive(self, buffer: bytearray, now_s: float, count_from_s: float) -> bool:
-        """Read what is there; False at the end of the stream. The first counted read only starts the clock."""
+    def receive(self, buffer: bytearray, count_from_s: float) -> bool:
+        """Read what is there; False at the end of the stream."""
         size = self.receiver.recv_into(buffer)
-        self.received += size
-        if size and now_s >= count_from_s:
-            if self.first_s:
-                self.counted += size
-                self.last_s = now_s
-            else:
-                self.first_s = self.last_s = now_s
+        self.tally.add(size, time.monotonic(), count_from_s)
         return size > 0
 
-    def result(self) -> FlowResult:
-        """The figures so far."""
-        return FlowResult(
-            name=self.flow.name,
-            payload_bytes=self.counted,
-            seconds=self.last_s - self.first_s,
-            total_bytes=self.received,
-        )
+    def stop(self) -> None:
+        """Wake the sender's thread, whatever it is blocked in."""
+        with suppress(OSError):
+            self.sender.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close both ends."""
@@ -126,37 +158,40 @@ def run_streams(network: Network, flows: Sequence[Flow], *, seconds: float, warm
         HostError: a connection cannot be made, or a sized flow stalls.
     """
     streams: list[_Stream] = []
+    tallies = {flow.name: _Tally() for flow in flows}
     try:
         for flow in flows:
-            streams.append(_Stream(network, flow))
-        with selectors.DefaultSelector() as selector:
+            streams.append(_Stream(network, flow, tallies[flow.name]))
+        threads = [threading.Thread(target=stream.send, daemon=True) for stream in streams]
+        try:
+            for thread in threads:
+                thread.start()
+            _pump(streams, seconds, warm_up_s)
+        finally:
             for stream in streams:
-                selector.register(stream.sender, selectors.EVENT_WRITE, stream)
-                selector.register(stream.receiver, selectors.EVENT_READ, stream)
-            _pump(selector, streams, seconds, warm_up_s)
-        return {stream.flow.name: stream.result() for stream in streams}
+                stream.stop()
+            for thread in threads:
+                thread.join()
+        return {name: tally.result(name) for name, tally in tallies.items()}
     finally:
         for stream in streams:
             stream.close()
 
 
-def _pump(selector: selectors.BaseSelector, streams: Sequence[_Stream], seconds: float, warm_up_s: float) -> None:
-    data, buffer = memoryview(bytes(_CHUNK_BYTES)), bytearray(_CHUNK_BYTES)
+def _pump(streams: Sequence[_Stream], seconds: float, warm_up_s: float) -> None:
+    """Receive until all sized streams have ended and the others had their time."""
+    buffer = bytearray(_CHUNK_BYTES)
     start = time.monotonic()
-    open_sized = sum(1 for stream in streams if stream.flow.size_bytes)
-    only_sized = open_sized == len(streams)
-    while True:
-        events = selector.select(1.0)
-        now = time.monotonic()
-        if (not only_sized and now >= start + seconds and not open_sized) or (only_sized and not open_sized):
-            return
-        if not events:
-            raise HostError("a stream stands still: no byte passed within a second.")
-        for key, mask in events:
-            stream: _Stream = key.data
-            if mask & selectors.EVENT_WRITE:
-                if not stream.send(data):
-                    selector.unregister(stream.sender)
-            elif not stream.receive(buffer, now, start + warm_up_s):
-                selector.unregister(stream.receiver)
-                open_sized -= 1
+    sized = sum(1 for stream in streams if stream.flow.size_bytes)
+    end = start if sized == len(streams) else start + seconds
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream.receiver, selectors.EVENT_READ, stream)
+        while sized or time.monotonic() < end:
+            events = selector.select(_STALL_S)
+            if not events:
+                raise HostError(f"a stream stands still: no byte passed within {_STALL_S:.0f} s.")
+            for key, _ in events:
+                if not key.data.receive(buffer, start + warm_up_s):
+                    selector.unregister(key.fileobj)
+                    sized -= 1

@@ -26,6 +26,7 @@ MS_PRIVATE = 0x40000
 MNT_DETACH = 0x2
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,3 +62,8 @@ def unmount(target: str) -> None:
 def die_with_parent(signal_number: int) -> None:
     """Ask for ``signal_number`` when the parent ends. The caller checks that it has not ended already."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal_number), 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def own_proc_files() -> None:
+    """Let this process write its own /proc files although it changed its user: they belong to root after that."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(1), 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
