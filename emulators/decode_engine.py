@@ -200,6 +200,8 @@ class DecodeEngine(RoleMachine[_Sequence]):
                 return
             self.waiting.popleft()
             sequence.pages = pages
+            tokens = len(pages) * self.params.layout.block_tokens
+            self.out.send(self.leader, m.HbmTaken(sequence.request_id, tokens))
             if self.system.moves_kv:
                 self.move(sequence, "HbmTaken", _L)
                 self._load(sequence)

@@ -39,6 +39,7 @@ TABLE = TransitionTable(
         LeaderState.ASSIGNED: {
             "RequestReleased": (LeaderState.RELEASED,),
             "ReadFinished": (LeaderState.ASSIGNED,),
+            "HbmTaken": (LeaderState.ASSIGNED,),
         },
     },
     ignored={LeaderState.ASSIGNED: frozenset({"RequestsAssigned"})},
@@ -94,13 +95,16 @@ class GroupLeader(RoleMachine[_Held]):
         match message:
             case m.EnginesChosen():
                 self.serial = max(self.serial, message.serial)
-                reserved = (message.request_ids, message.engines, message.tokens, message.hbm_tokens)
-                for request_id, engine, tokens, hbm_tokens in zip(*reserved, strict=True):
-                    self._reserve(request_id, engine, tokens, hbm_tokens)
+                for request_id, engine, tokens in zip(message.request_ids, message.engines, message.tokens, strict=True):
+                    self._reserve(request_id, engine, tokens)
             case m.RequestsAssigned():
                 self.serial = max(self.serial, message.serial)
                 for assignment in message.assignments:
                     self._assign(assignment)
+            case m.HbmTaken():
+                if (held := self.find(message.request_id, "HbmTaken")) is not None:
+                    held.hbm_tokens = message.tokens
+                    self.move(held, "HbmTaken", LeaderState.ASSIGNED)
             case m.RequestReleased():
                 if (held := self.find(message.request_id, "RequestReleased")) is not None:
                     self.move(held, "RequestReleased", LeaderState.RELEASED)
@@ -111,26 +115,21 @@ class GroupLeader(RoleMachine[_Held]):
             case _:
                 raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for a leader")
 
-    def _reserve(self, request_id: str, engine: str, tokens: int, hbm_tokens: int) -> None:
-        held = _Held(
-            request_id=request_id, state=LeaderState.RESERVED, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens
-        )
-        self.begin(held)
+    def _reserve(self, request_id: str, engine: str, tokens: int) -> None:
+        self.begin(_Held(request_id=request_id, state=LeaderState.RESERVED, engine=engine, tokens=tokens))
 
     def _assign(self, assignment: m.Assignment) -> None:
         prefill = self.group.kind is NodeKind.PE
         engine = assignment.prefill_engine if prefill else assignment.decode_engine
         prompt, generate = assignment.prompt_tokens, assignment.generate_tokens
-        layout = self.params.layout
-        hbm_tokens = 0 if prefill else layout.sequence_blocks(prompt, generate) * layout.block_tokens
-        self._reserve(assignment.request_id, engine, prompt if prefill else prompt + generate, hbm_tokens)
+        self._reserve(assignment.request_id, engine, prompt if prefill else prompt + generate)
         held = self.find(assignment.request_id, "RequestsAssigned")
         if held is None:
             return
         held.participants = participants(assignment)
         if assignment.read_side == self.group.kind.value:
             held.read_node = node_of(engine)
-            held.read_tokens = assignment.hit_blocks * layout.block_tokens
+            held.read_tokens = assignment.hit_blocks * self.params.layout.block_tokens
         self.move(held, "RequestsAssigned", LeaderState.ASSIGNED)
         self.out.send(engine, m.AssignPrefill(assignment) if prefill else m.AssignDecode(assignment))
 

@@ -122,14 +122,13 @@ class RequestsAssigned(Message, frozen=True):
 class EnginesChosen(Message, frozen=True):
     """Scheduler -> leader: requests reserved on engines of the group, other half pending.
 
-    They count at once: in seq_e, in tok_e by ``tokens``, in the free HBM of a DE by ``hbm_tokens``.
+    They count at once, in seq_e and in tok_e by ``tokens``.
     """
 
     serial: int
     request_ids: tuple[str, ...]
     engines: tuple[str, ...]
     tokens: tuple[int, ...]
-    hbm_tokens: tuple[int, ...]
 
 
 class AssignPrefill(Message, frozen=True):
@@ -149,6 +148,13 @@ class RequestReleased(Message, frozen=True):
 
     request_id: str
     engine: str
+
+
+class HbmTaken(Message, frozen=True):
+    """DE -> its group's leader: the request holds so much HBM from now until it is released."""
+
+    request_id: str
+    tokens: int
 
 
 class ReadFinished(Message, frozen=True):
@@ -380,6 +386,7 @@ AnyMessage = (
     | AssignPrefill
     | AssignDecode
     | RequestReleased
+    | HbmTaken
     | ReadFinished
     | LoadPrefix
     | ReserveBuffer
