@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import ConfigError, HostError
-from testbed.fabric.live import sandbox
+from testbed.fabric.live import sandbox, syscalls
 from testbed.fabric.live.sandbox import inside_sandbox, run_in_sandbox
 from tests.live.sandboxed import in_sandbox
 
@@ -242,7 +242,7 @@ def test_a_host_that_forbids_it_is_told_which_setting(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(sandbox, "_read_setting", lambda name: value if name == setting else None)
-    monkeypatch.setattr(sandbox.syscalls, "unshare", refuse)
+    monkeypatch.setattr(syscalls, "unshare", refuse)
     with pytest.raises(HostError, match=needle) as caught:
         run_in_sandbox(lambda: 0)
     assert "sudo" in str(caught.value)

@@ -249,6 +249,9 @@ class Network:
             ]
         )
         socket.run_batches(batches)
+        node, i = gpu.split("gpu")
+        far_end = self.endpoints[f"{node}.copy{i}"].address
+        socket.run(devices.neighbour_messages(addresses.GPU_COPY_INDEX, [far_end]))
 
     def _configure_node(self, node: NodeSpec) -> None:
         name, dram = node.name, addresses.DRAM_INDEX
@@ -268,6 +271,7 @@ class Network:
             messages.append(devices.address_message(copy, self.endpoints[f"{name}.copy{i}"].address, 30))
             messages += (devices.raise_message(index) for index in (addresses.CNIC_INDEX + i, memory, copy))
             messages += devices.neighbour_messages(memory, on_compute)
+            messages += devices.neighbour_messages(copy, [self.endpoints[f"{node.gpu(i)}.copy"].address])
             routes += devices.source_route_messages(memory, address)
         socket = self.socket(name)
         socket.run(messages)

@@ -174,8 +174,10 @@ def _enter_namespaces() -> None:
         try:
             syscalls.unshare(_NAMESPACES)
             return
-        except PermissionError:
-            pass  # root of a container without CAP_SYS_ADMIN: try as an ordinary user would
+        except OSError as error:
+            if error.errno != errno.EPERM:
+                raise HostError(_explain(error)) from error
+            # root of a container without CAP_SYS_ADMIN: try as an ordinary user would
     try:
         syscalls.own_proc_files()
         syscalls.unshare(_NAMESPACES | syscalls.CLONE_NEWUSER)
