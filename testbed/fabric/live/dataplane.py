@@ -14,6 +14,8 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from testbed.errors import BugError
 from testbed.fabric.live.inbound import Inbound, LandingCounters, Receiver
 from testbed.fabric.live.memory import Memory
@@ -127,8 +129,7 @@ class DataPlane:
         size = len(write.pieces) * write.piece_bytes
         if size != write.ref.size_bytes or not write.pieces:
             raise BugError(f"write {write.write_id} gathers {size} bytes for a grant of {write.ref.size_bytes}")
-        for piece in (min(write.pieces), max(write.pieces)):
-            self._memory.check(piece, write.piece_bytes)
+        self._memory.check_pieces(np.array(write.pieces, dtype=np.int64), write.piece_bytes)
         for name in (write.via, write.ref.endpoint):
             if name not in self._endpoints:
                 raise BugError(f"write {write.write_id} names endpoint {name!r}, which the cluster does not have")

@@ -1,7 +1,6 @@
 """The destination's side of a data connection: lands one-sided writes, refuses what no grant allows.
 
-Payload goes from the kernel straight into the granted pieces (``recv_into``, ``recvmsg_into``), no copy in user space.
-Invariants:
+Invariants (how the bytes travel is in ``landing``):
 
 * Before every system call that writes into memory the grant is asked for again: once it is closed, what still comes
   goes to a scratch buffer that nobody reads, because the memory may belong to someone else by then.
@@ -21,29 +20,23 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import xxhash
-
-from testbed.errors import BugError, PeerError
+from testbed.errors import PeerError
+from testbed.fabric.live.landing import LandingWrite
 from testbed.fabric.live.memory import Memory
-from testbed.fabric.live.outbound import merge_pieces
 from testbed.fabric.live.sockets import NO_MORE_YET
 from testbed.fabric.live.wire import (
     HEADER_BYTES,
     HELLO_BYTES,
     AckStatus,
-    WriteHeader,
     check_hello,
     pack_ack,
     seal_bytes,
     unpack_header,
 )
-from testbed.protocol.grants import GrantTable, Landing
-from testbed.protocol.layout import BlockLayout, seal_seed
+from testbed.protocol.grants import GrantTable
+from testbed.protocol.layout import BlockLayout
 from testbed.protocol.machine import Event, LandingRefused, WriteLanded
 
-_READ_BYTES = 256 * 1024  # per system call: small enough that landed bytes are still in cache when they are sealed
-_READ_BUFFERS = 1000  # below IOV_MAX (1024)
 _READS_PER_WAKE = 8  # then let the event loop serve others
 _SCRATCH_BYTES = 64 * 1024
 _UNSENT_ACKS = 64 * 1024  # a source that does not read its acknowledgements is no peer
@@ -82,82 +75,6 @@ class _Phase(enum.Enum):
     CLOSED = "closed"
 
 
-class _LandingWrite:
-    """One write on its way into memory."""
-
-    __slots__ = (
-        "_at",
-        "_block",
-        "_offsets",
-        "_payload_left",
-        "_seals",
-        "_seeds",
-        "_spans",
-        "_tail",
-        "header",
-        "landing",
-    )
-
-    def __init__(self, header: WriteHeader, landing: Landing, layout: BlockLayout, memory: Memory) -> None:
-        block = layout.layer_block_bytes
-        layers = range(landing.layer_begin, landing.layer_end)
-        if landing.piece_bytes != len(layers) * block:
-            raise BugError(f"grant {header.grant_id}: pieces of {landing.piece_bytes} bytes for {len(layers)} layers")
-        view = memory.view
-        for piece in landing.pieces:
-            memory.check(piece, landing.piece_bytes)
-        self.header = header
-        self.landing = landing
-        self._block = block
-        self._offsets = [piece + k * block for piece in landing.pieces for k in range(len(layers))]
-        self._seeds = [seal_seed(key, layer) for key in landing.keys for layer in layers]
-        self._seals: list[int] = []
-        self._tail = bytearray(seal_bytes(header.size_bytes, layout))
-        self._payload_left = header.size_bytes
-        self._spans = [view[begin:end] for begin, end in merge_pieces(landing.pieces, landing.piece_bytes)]
-        self._spans.append(memoryview(self._tail))
-        self._at = 0
-
-    def targets(self) -> list[memoryview]:
-        """Where the next bytes go, bounded for one system call."""
-        targets: list[memoryview] = []
-        size = 0
-        for k in range(self._at, min(len(self._spans), self._at + _READ_BUFFERS)):
-            span = self._spans[k]
-            targets.append(span[: _READ_BYTES - size])
-            size += len(span)
-            if size >= _READ_BYTES:
-                break
-        return targets
-
-    def landed(self, count: int, view: memoryview) -> None:
-        """``count`` bytes have landed: seal the Layer Blocks that they complete, while they are in cache."""
-        self._payload_left = max(0, self._payload_left - count)
-        spans = self._spans
-        while count:
-            span = spans[self._at]
-            if count < len(span):
-                spans[self._at] = span[count:]
-                break
-            count -= len(span)
-            self._at += 1
-        block, seals, digest = self._block, self._seals, xxhash.xxh3_64_intdigest
-        done, whole = len(seals), len(self._offsets) - -(-self._payload_left // block)
-        for offset, seed in zip(self._offsets[done:whole], self._seeds[done:whole], strict=True):
-            seals.append(digest(view[offset : offset + block], seed))
-
-    def check(self, memory: Memory) -> str | None:
-        """All has landed: keep the seals if all match; otherwise the reason, naming block and layer."""
-        computed = np.array(self._seals, dtype=np.uint64)
-        wrong = np.flatnonzero(computed != np.frombuffer(self._tail, dtype="<u8"))
-        if len(wrong):
-            layers = self.landing.layer_end - self.landing.layer_begin
-            piece, layer = divmod(int(wrong[0]), layers)
-            return f"block {self.landing.keys[piece]:016x} layer {self.landing.layer_begin + layer}: not its bytes"
-        memory.seals[np.array(self._offsets) // self._block] = computed
-        return None
-
-
 class Inbound:
     """One accepted connection."""
 
@@ -172,7 +89,7 @@ class Inbound:
         self._head = memoryview(bytearray(max(HELLO_BYTES, HEADER_BYTES)))
         self._head_need = HELLO_BYTES
         self._head_have = 0
-        self._write: _LandingWrite | None = None  # None in phase WRITE: the bytes go to scratch
+        self._write: LandingWrite | None = None  # None in phase WRITE: the bytes go to scratch
         self._write_id = 0
         self._left = 0  # payload and seals of the current write still to come
         self._refusal = ""
@@ -234,7 +151,7 @@ class Inbound:
         if self._phase is _Phase.WRITE:
             body = min(count, self._left)
             if self._write is not None:
-                self._write.landed(body, self._receiver.memory.view)
+                self._write.landed(body)
             self._left -= body
             if self._left:
                 return
@@ -272,7 +189,7 @@ class Inbound:
         except PeerError as error:
             self._refuse(str(error).removeprefix("write refused: "))
         else:
-            self._write = _LandingWrite(header, landing, receiver.layout, receiver.memory)
+            self._write = LandingWrite(header, landing, receiver.layout, receiver.memory)
 
     def _refuse(self, reason: str) -> None:
         """From here on the write goes to scratch."""
@@ -287,7 +204,7 @@ class Inbound:
             return
         self._write = None
         grant_id = write.header.grant_id
-        reason = write.check(receiver.memory)
+        reason = write.check()
         receiver.grants.finish(grant_id, write.header.epoch)
         if reason is None:
             counters.writes_landed += 1

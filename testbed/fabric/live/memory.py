@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 
 import numpy as np
+import numpy.typing as npt
 
 from testbed.errors import BugError, ConfigError
 from testbed.protocol.layout import U8, U64, BlockLayout
@@ -22,13 +23,14 @@ _MAP_NORESERVE = 0x4000  # <asm-generic/mman-common.h>; Python names it from 3.1
 class Memory:
     """``size_bytes`` of page-aligned memory for blocks of ``layout``, with the seals of its Layer Blocks.
 
-    ``data`` and ``view`` are the same bytes (numpy array, memoryview).
+    ``data``, ``view`` and ``blocks`` are the same bytes: as a numpy array, as a memoryview, and as one opaque item per
+    Layer Block (numpy gathers and scatters those faster than rows of bytes).
 
     Raises:
         ConfigError: a size that is not a positive multiple of a Layer Block.
     """
 
-    __slots__ = ("data", "layer_block_bytes", "seals", "size_bytes", "view")
+    __slots__ = ("blocks", "data", "layer_block_bytes", "seals", "size_bytes", "view")
 
     def __init__(self, size_bytes: int, layout: BlockLayout) -> None:
         block = layout.layer_block_bytes
@@ -41,7 +43,19 @@ class Memory:
         self.layer_block_bytes = block
         self.view = memoryview(mapping)
         self.data: U8 = np.frombuffer(mapping, dtype=np.uint8)
+        self.blocks: npt.NDArray[np.void] = self.data.view(f"V{block}")
         self.seals: U64 = np.zeros(size_bytes // block, dtype=np.uint64)
+
+    def check_pieces(self, pieces: npt.NDArray[np.int64], piece_bytes: int) -> None:
+        """Refuse pieces of which one is not whole Layer Blocks of this memory.
+
+        Raises:
+            BugError: as ``check``.
+        """
+        self.check(int(pieces.min()), piece_bytes)
+        self.check(int(pieces.max()), piece_bytes)
+        if np.any(pieces % self.layer_block_bytes):
+            raise BugError(f"pieces are not aligned to Layer Blocks of {self.layer_block_bytes} bytes")
 
     def check(self, offset: int, size_bytes: int) -> None:
         """Refuse a range that is not whole Layer Blocks of this memory.
