@@ -19,8 +19,9 @@ def stands_for(scenario: Scenario, plan: RunPlan) -> str:
         agents += f", each for {scale.agents_scale} of the paper's in lock-step"
     parts = [
         f"{scale.model.title} on {cluster.prefill_nodes}P{cluster.decode_nodes}D with {gpus} GPUs per node",
-        f"CNIC {_rate(PAPER_HARDWARE.cnic_rate_bps)} and SNIC {_rate(scale.to_paper_rate_bps(cluster.snic_rate_bps))}"
-        f" as {_rate(cluster.cnic_rate_bps)} and {_rate(cluster.snic_rate_bps)} (1:{float(scale.bandwidth_scale):,.0f})",
+        f"CNIC {_rate(PAPER_HARDWARE.cnic_rate_bps)} and SNIC {_rate(scale.to_paper_rate_bps(cluster.snic_rate_bps))} "
+        f"as {_rate(cluster.cnic_rate_bps)} and {_rate(cluster.snic_rate_bps)} "
+        f"(1:{float(scale.bandwidth_scale):,.0f})",
         f"KV bytes 1:{float(scale.byte_scale):,.0f}",
         f"time {float(scale.time_scale):.3g}:1",
     ]

@@ -23,7 +23,7 @@ SUFFIX = ".toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedScenario:
-    """A scenario ready to run. ``resolved`` is the configuration with all defaults and overrides, for the run folder."""
+    """A scenario ready to run. ``resolved``: the configuration with all defaults and overrides, for the run folder."""
 
     name: str
     scenario: Scenario

@@ -139,7 +139,7 @@ def _params(
         if getattr(p, key) < 0 or (key != "wait_deadline_s" and getattr(p, key) == 0):
             raise ConfigError(f"protocol.{key} is {getattr(p, key):g}, but it must be positive.")
     page = layout.full_block_bytes
-    pe_hbm, de_hbm = (p.pe_hbm_bytes, p.de_hbm_bytes) if p.pe_hbm_bytes and p.de_hbm_bytes else kv_hbm_bytes_per_gpu(model)
+    pe_hbm, de_hbm = kv_hbm_bytes_per_gpu(model)
     per_gpu = Fraction(scale.gpus_scale) / scale.byte_scale
     return ProtocolParams(
         layout=layout,
@@ -221,7 +221,8 @@ def _check_fits(plan: RunPlan) -> None:
         )
     if any(not s.layerwise for s in plan.systems):
         whole = params.pe_hbm_bytes // layout.full_block_bytes
-        memories.append(("the HBM of a PE without layerwise prefill", layout.blocks(prompt), whole, "protocol.pe_hbm_bytes"))
+        memory = "the HBM of a PE without layerwise prefill"
+        memories.append((memory, layout.blocks(prompt), whole, "protocol.pe_hbm_bytes"))
     for memory, need, have, key in memories:
         if need > have:
             raise ConfigError(

@@ -49,7 +49,9 @@ class ClusterShape:
         for key, letter in (("prefill_nodes", "P"), ("decode_nodes", "D")):
             value = getattr(self, key)
             if not 1 <= value <= MOST_NODES:
-                raise ConfigError(f"topology {self.name}: {key} ({letter}) is {value}, but it must be between 1 and {MOST_NODES}.")
+                raise ConfigError(
+                    f"topology {self.name}: {key} ({letter}) is {value}, but it must be between 1 and {MOST_NODES}."
+                )
         if self.gpus_per_node < 1 or self.storage_servers < 1:
             raise ConfigError(
                 f"topology {self.name}: gpus_per_node (g) is {self.gpus_per_node} and storage_servers is "
@@ -107,8 +109,8 @@ def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
     ):
         if value > most:
             raise ConfigError(
-                f"topology {shape.name}: {key} ({letter}) is {value}, but the live world builds at most {most} nodes of "
-                "a kind, for every GPU is a process of this host; a cluster of this size is for the sim world."
+                f"topology {shape.name}: {key} ({letter}) is {value}, but the live world builds at most {most} nodes "
+                "of a kind, for every GPU is a process of this host; a cluster of this size is for the sim world."
             )
     small = scale.emulated_hardware(shape.hardware)
     for key, value, most in (
@@ -116,7 +118,7 @@ def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
         ("storage_servers", shape.storage_servers, MAX_STORAGE_SERVERS),
     ):
         if value > most:
-            raise ConfigError(f"topology {shape.name}: {key} is {value}, but the live world builds at most {most} of them.")
+            raise ConfigError(f"topology {shape.name}: {key} is {value}, but the live world builds at most {most}.")
     slowest = min(small.cnic_rate_bps, small.snic_rate_bps)
     if slowest < MBIT:
         raise ConfigError(

@@ -113,7 +113,7 @@ def _check_keys(kind: Any, value: Any, where: str, walked: str) -> None:
 
 
 def _plain(message: str) -> str:
-    """msgspec's complaint as the end of a sentence: ``Expected `int`, got `str` - at `$.a.b``` -> ``a.b: expected...``."""
+    """msgspec's complaint (expected, got, path) as the end of a sentence that starts with the key."""
     text, _, path = message.replace("`", "").partition(" - at $.")
     text = text[:1].lower() + text[1:]
     return f"{path}: {text}" if path else text

@@ -1,0 +1,189 @@
+"""The metrics of the evaluation (paper 7.2-7.5) per system, in emulated seconds and in the paper's.
+
+=========  ==========================================================================================
+JCT        from the first submission to the completion of the last round (offline: all agents start together)
+TTFT       first token minus submission
+TTST       second token minus first: the gap in which the prompt's KV goes to the DE's HBM
+TPOT       (last token minus second) / (tokens - 2), rounds of at least three tokens: then
+           TTFT + TTST + (tokens - 2) * TPOT is the round, as the paper's online JCT adds up (7.3)
+=========  ==========================================================================================
+
+SNIC utilisation is bytes on the wire into a node (headers included, as the shaper counts them) over what the link can
+carry. The plateau lies between the first and the last decile of all bytes into all nodes: ramp-up and tail are outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from testbed.metrics.views import RoundView, SampleView, SystemView
+from testbed.units import NS_PER_S
+
+PLATEAU_DECILES = (0.1, 0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Mean, median and 99th percentile (linear between ranks), in seconds; all 0 without values."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnicUse:
+    """Utilisation of the direction into a node: over the whole run, and in the plateau."""
+
+    run: float
+    plateau: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemMetrics:
+    """One system. ``bytes_by_path``: KV read from storage through prefill ("pe") and decode ("de") nodes.
+
+    ``ttft_shares``: parts of the mean TTFT spent until scheduled ("sched"), until prefill starts ("read": buffers,
+    storage, queueing at the PE), and until the first token ("prefill").
+    ``read_balance``: bytes into the busiest reading SNIC over the mean of all that could read (Figure 13; 1 is best).
+    """
+
+    system: str
+    jct_s: float
+    ttft_s: Distribution
+    ttst_s: Distribution
+    tpot_s: Distribution
+    requests: int
+    failed_requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    tokens_emitted: int
+    tokens_verified: int
+    bytes_by_path: Mapping[str, int]
+    requests_by_path: Mapping[str, int]
+    snic_utilisation: Mapping[str, SnicUse]
+    snic_plateau_min: float
+    read_balance: float
+    ttft_shares: Mapping[str, float]
+
+
+def distribution(values: Sequence[float]) -> Distribution:
+    """Summary of a set of values."""
+    if not values:
+        return Distribution(mean=0.0, p50=0.0, p99=0.0)
+    ordered = sorted(values)
+    return Distribution(
+        mean=math.fsum(ordered) / len(ordered), p50=_quantile(ordered, 0.5), p99=_quantile(ordered, 0.99)
+    )
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def system_metrics(
+    run: SystemView, *, kv_bytes_per_token: int, nodes: Sequence[str], snic_rate_bps: int
+) -> SystemMetrics:
+    """All metrics of one system. ``nodes``: every node of the cluster; ``kv_bytes_per_token``: emulated, all layers."""
+    done = [r for r in run.outcomes if r.completed_ns and not r.error]
+    begin_ns = min((r.submitted_ns for r in run.outcomes), default=0)
+    end_ns = max((r.completed_ns for r in run.outcomes), default=begin_ns)
+    read = {side: [r for r in done if r.read_side == side and r.hit_tokens] for side in ("pe", "de")}
+    prompt, hits = sum(r.prompt_tokens for r in done), sum(r.hit_tokens for r in done)
+    use = snic_use(run.samples, nodes, snic_rate_bps, begin_ns, end_ns)
+    readers = [u.plateau for u in use.values() if u.run > 0]
+    into = [u.run for u in use.values()]
+    return SystemMetrics(
+        system=run.system,
+        jct_s=(end_ns - begin_ns) / NS_PER_S,
+        ttft_s=distribution(_gaps(done, lambda r: (r.submitted_ns, r.first_token_ns))),
+        ttst_s=distribution(_gaps(done, lambda r: (r.first_token_ns, r.second_token_ns))),
+        tpot_s=distribution(
+            [
+                (r.last_token_ns - r.second_token_ns) / (r.generate_tokens - 2) / NS_PER_S
+                for r in done
+                if r.generate_tokens > 2
+            ]
+        ),
+        requests=len(done),
+        failed_requests=len(run.outcomes) - len(done),
+        prompt_tokens=prompt,
+        hit_tokens=hits,
+        hit_rate=hits / prompt if prompt else 0.0,
+        tokens_emitted=sum(len(r.tokens) for r in run.outcomes),
+        tokens_verified=run.tokens_verified,
+        bytes_by_path={side: sum(r.hit_tokens for r in rounds) * kv_bytes_per_token for side, rounds in read.items()},
+        requests_by_path={side: len(rounds) for side, rounds in read.items()},
+        snic_utilisation=use,
+        snic_plateau_min=min(readers, default=0.0),
+        read_balance=max(into) / (sum(into) / len(into)) if any(into) else 0.0,
+        ttft_shares=_ttft_shares(done),
+    )
+
+
+def _gaps(rounds: Sequence[RoundView], ends: Callable[[RoundView], tuple[int, int]]) -> list[float]:
+    """Differences in seconds, of the rounds where both times exist."""
+    return [(b - a) / NS_PER_S for a, b in map(ends, rounds) if a and b]
+
+
+def _ttft_shares(rounds: Sequence[RoundView]) -> dict[str, float]:
+    complete = [r for r in rounds if r.scheduled_ns and r.prefill_started_ns and r.first_token_ns]
+    total = sum(r.first_token_ns - r.submitted_ns for r in complete)
+    if not total:
+        return {"sched": 0.0, "read": 0.0, "prefill": 0.0}
+    return {
+        "sched": sum(r.scheduled_ns - r.submitted_ns for r in complete) / total,
+        "read": sum(r.prefill_started_ns - r.scheduled_ns for r in complete) / total,
+        "prefill": sum(r.first_token_ns - r.prefill_started_ns for r in complete) / total,
+    }
+
+
+def snic_use(
+    samples: Sequence[SampleView], nodes: Sequence[str], rate_bps: int, begin_ns: int, end_ns: int
+) -> dict[str, SnicUse]:
+    """Utilisation into each node from cumulative samples; linear between them."""
+    names = {node: f"{node}.snic.rx" for node in nodes}
+    series = {node: [(s.at_ns, s.wire_bytes.get(name, 0)) for s in samples] for node, name in names.items()}
+    total = [(s.at_ns, sum(s.wire_bytes.get(name, 0) for name in names.values())) for s in samples]
+    if len(samples) < 2 or not total[-1][1]:
+        return {node: SnicUse(run=0.0, plateau=0.0) for node in nodes}
+    first_ns, last_ns = (_time_of(total, q * total[-1][1]) for q in PLATEAU_DECILES)
+    return {
+        node: SnicUse(run=_share(of, begin_ns, end_ns, rate_bps), plateau=_share(of, first_ns, last_ns, rate_bps))
+        for node, of in series.items()
+    }
+
+
+def _share(series: Sequence[tuple[int, int]], begin_ns: float, end_ns: float, rate_bps: int) -> float:
+    if end_ns <= begin_ns:
+        return 0.0
+    carried = _value_at(series, end_ns) - _value_at(series, begin_ns)
+    return carried * 8 * NS_PER_S / (rate_bps * (end_ns - begin_ns))
+
+
+def _value_at(series: Sequence[tuple[int, int]], at_ns: float) -> float:
+    """Bytes carried at a time; before the first sample and after the last: as there."""
+    before = series[0]
+    for after in series:
+        if after[0] >= at_ns:
+            span = after[0] - before[0]
+            return after[1] if span == 0 else before[1] + (after[1] - before[1]) * (at_ns - before[0]) / span
+        before = after
+    return series[-1][1]
+
+
+def _time_of(series: Sequence[tuple[int, int]], value: float) -> float:
+    """When so many bytes had been carried."""
+    before = series[0]
+    for after in series:
+        if after[1] >= value:
+            rise = after[1] - before[1]
+            return after[0] if rise <= 0 else before[0] + (after[0] - before[0]) * (value - before[1]) / rise
+        before = after
+    return series[-1][0]
