@@ -39,7 +39,7 @@ def decode(body: bytes | memoryview) -> Message:
     """
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: deeply nested unknown fields
         raise PeerError(f"malformed frame of {len(body)} bytes: {error}") from error
 
 
