@@ -1,0 +1,187 @@
+"""``testbed``: the command line. Errors are one sentence on stderr and an exit code (docs/contract.md).
+
+Modules that only one command needs are imported by it, so that ``testbed list`` does not load a network.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from testbed.errors import TestbedError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+app = typer.Typer(
+    name="testbed",
+    help="An emulation testbed for DualPath: KV cache reads through prefill and decode storage NICs, with real bytes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+P = ParamSpec("P")
+
+Scenario = Annotated[str, typer.Argument(help="A shipped scenario (see `testbed list`) or the path of a TOML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. scale.bandwidth=8000.")
+]
+
+
+def _command(body: Callable[P, int]) -> Callable[P, None]:
+    """A command that ends with the exit code of ``body`` and never with a traceback (unless TESTBED_DEBUG=1)."""
+
+    @functools.wraps(body)
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
+        raise typer.Exit(_guarded(lambda: body(*args, **kwargs)))
+
+    return command
+
+
+def _guarded(body: Callable[[], int]) -> int:
+    try:
+        code = body()
+        sys.stdout.flush()
+        return code
+    except TestbedError as error:
+        sentence, code = str(error), error.exit_code
+    except KeyboardInterrupt:
+        sentence, code = "interrupted", INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered has nowhere to go
+        return BROKEN_PIPE
+    except Exception as error:
+        sentence, code = f"internal error: {type(error).__name__}: {error} (TESTBED_DEBUG=1 shows where)", 1
+    if os.environ.get("TESTBED_DEBUG") == "1":
+        traceback.print_exc()
+    sys.stderr.write(f"error: {sentence}\n")
+    return code
+
+
+@app.command()
+@_command
+def run(
+    scenario: Scenario = "quickstart",
+    systems: Annotated[
+        str, typer.Option(help="Systems to compare, separated by commas.")
+    ] = "",
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random; default: the scenario's.")] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> int:
+    """Run a scenario on the emulated cluster and judge it."""
+    from testbed.cli.run import RunRequest  # noqa: PLC0415
+    from testbed.cli.run import run as run_scenario  # noqa: PLC0415
+
+    names = tuple(name.strip() for name in systems.split(",") if name.strip())
+    return run_scenario(
+        RunRequest(scenario=scenario, systems=names, seed=seed, overrides=tuple(overrides or ()), out=out, quiet=quiet)
+    )
+
+
+@app.command(name="list")
+@_command
+def list_() -> int:
+    """Scenarios, topologies, systems and models that ship."""
+    from scenarios.loader import read_scenario, scenario_names  # noqa: PLC0415
+    from testbed.models.model import MODELS  # noqa: PLC0415
+    from testbed.protocol.params import SYSTEMS  # noqa: PLC0415
+    from topologies.loader import load_topology, topology_names  # noqa: PLC0415
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for kind, rows in (
+        ("scenario", [(name, read_scenario(name).title) for name in scenario_names()]),
+        ("topology", [(name, load_topology(name).title) for name in topology_names()]),
+        ("system", [(name, system.title) for name, system in SYSTEMS.items()]),
+        ("model", [(name, model.title) for name, model in MODELS.items()]),
+    ):
+        for name, title in rows:
+            table.add_row(kind, name, escape(title))
+    Console(highlight=False).print(table)
+    return 0
+
+
+@app.command()
+@_command
+def doctor() -> int:
+    """Check what the testbed needs of this host."""
+    from testbed.fabric.live.doctor import checks  # noqa: PLC0415
+
+    failed = 0
+    for check in checks():
+        failed += not check.ok
+        sys.stdout.write(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}\n")
+        if not check.ok and check.remedy:
+            sys.stdout.write(f"     {check.remedy}\n")
+    return 2 if failed else 0
+
+
+@app.command()
+@_command
+def scale(scenario: Scenario = "quickstart", overrides: Overrides = None) -> int:
+    """Show how a scenario maps the paper's cluster onto the emulated one, and what is kept."""
+    from scenarios.loader import load_scenario  # noqa: PLC0415
+    from scenarios.resolve import gpu_of, shape_of  # noqa: PLC0415
+    from testbed.models.scale_report import describe  # noqa: PLC0415
+
+    loaded = load_scenario(scenario, overrides=tuple(overrides or ()), run_dir=Path("unmade"))
+    fitted = loaded.plan.scale
+    rows = describe(
+        fitted,
+        shape_of(loaded.scenario).hardware,
+        gpu_of(loaded.scenario.gpu, fitted.model),
+        paper_block_tokens=loaded.scenario.protocol.block_tokens,
+    )
+    table = Table(title=loaded.stands_for, title_justify="left")
+    for column in ("", "paper", "emulated", "kept", "why"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(row.quantity, row.paper, row.emulated, "yes" if row.preserved else "no", row.why)
+    Console(highlight=False).print(table)
+    return 0
+
+
+@app.command()
+@_command
+def shell(
+    topology: Annotated[str, typer.Argument(help="A topology or scenario: its cluster is built.")] = "1p1d",
+    command: Annotated[list[str] | None, typer.Option("--command", "-c", help="Run this, then leave.")] = None,
+    overrides: Overrides = None,
+) -> int:
+    """Mininet's command line on the running emulated cluster (nodes, net, pingall, pe0 ip -s link, ...)."""
+    from testbed.cli.cluster import spec_named  # noqa: PLC0415
+    from testbed.fabric.live.mininet_face import interactive  # noqa: PLC0415
+    from testbed.fabric.live.sandbox import run_in_sandbox  # noqa: PLC0415
+
+    spec = spec_named(topology, tuple(overrides or ()))
+    return run_in_sandbox(lambda: interactive(spec, command))
+
+
+@app.command()
+@_command
+def topo(
+    topology: Annotated[str, typer.Argument(help="A topology or scenario.")] = "1p1d", overrides: Overrides = None
+) -> int:
+    """Print the cluster of a topology as a tree: switches, nodes, GPUs, links and their rates."""
+    from testbed.cli.cluster import spec_named, tree  # noqa: PLC0415
+
+    Console(highlight=False).print(tree(spec_named(topology, tuple(overrides or ()))))
+    return 0
+
+
+def main() -> None:
+    """Entry of the ``testbed`` command."""
+    app()

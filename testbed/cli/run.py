@@ -1,0 +1,109 @@
+"""``testbed run``: resolve and check everything, enter the sandbox, run, judge, report.
+
+The run itself happens in a child inside the sandbox; whatever it leaves for people is in the run folder and on the
+terminal, so nothing has to travel back but the exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from scenarios.loader import LoadedScenario, load_scenario, name_of, read_scenario
+from testbed.cli.judge import summarise
+from testbed.cli.progress import reporting
+from testbed.errors import TestbedError
+from testbed.fabric.live.sandbox import run_in_sandbox
+from testbed.metrics.expression import check_expression
+from testbed.report import run_folder, tables
+from testbed.runtime.live_run import run_live
+from testbed.runtime.plan import RunPlan
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """The arguments of ``testbed run``."""
+
+    scenario: str
+    systems: Sequence[str] = ()
+    seed: int | None = None
+    overrides: Sequence[str] = ()
+    out: Path = Path("runs")
+    quiet: bool = False
+
+
+def run(request: RunRequest) -> int:
+    """Run a scenario; the exit code of docs/contract.md.
+
+    Raises:
+        TestbedError: the input cannot be run, or the host cannot run it; nothing has been started then.
+    """
+    prepare(request, Path("unmade"))  # all faults of the input, before anything is left on the disk
+    folder = run_folder.create(request.out, name_of(request.scenario), datetime.now())
+    loaded = prepare(request, folder)
+    run_folder.check_space(folder, stored_bytes(loaded.plan))
+    run_folder.write_configuration(folder, loaded.resolved, sys.argv)
+    if not request.quiet:
+        out = Console(highlight=False)
+        out.print(loaded.stands_for, soft_wrap=True)
+        out.print(f"Run folder: {folder}", soft_wrap=True)
+    try:
+        code = run_in_sandbox(lambda: _run_inside(loaded, folder, quiet=request.quiet))
+    except TestbedError as error:
+        run_folder.write_failure(folder, str(error))
+        raise
+    finally:
+        run_folder.drop_blocks(folder)
+    if code == INTERRUPTED:
+        run_folder.write_failure(folder, "interrupted")
+        sys.stderr.write(f"interrupted; what there is of the run is in {folder}\n")
+    return code
+
+
+def prepare(request: RunRequest, folder: Path) -> LoadedScenario:
+    """Load the scenario and check its expectations.
+
+    Raises:
+        ConfigError: anything wrong with the input.
+    """
+    for expectation in read_scenario(request.scenario, request.overrides).expect:
+        check_expression(expectation.metric)
+    return load_scenario(
+        request.scenario, overrides=request.overrides, systems=request.systems, seed=request.seed, run_dir=folder
+    )
+
+
+def stored_bytes(plan: RunPlan) -> int:
+    """The most that storage servers hold at a time: every full block of every agent, in each replica, plus the past."""
+    layout = plan.params.layout
+    last = (
+        script.prompt_tokens(script.turns - 1) + script.generate_tokens(script.turns - 1) for script in plan.scripts
+    )
+    blocks = sum(layout.full_blocks(tokens) for tokens in last)
+    warm = sum(script.warm_tokens // layout.block_tokens for script in plan.scripts)
+    copies = min(plan.params.replicas, len(plan.roles.storage))
+    return (blocks * copies + warm) * (layout.full_block_bytes + 4096)
+
+
+def _run_inside(loaded: LoadedScenario, folder: Path, *, quiet: bool) -> int:
+    """In the sandbox: run, judge, write, print."""
+    try:
+        with reporting(Console(stderr=True), quiet=quiet) as progress:
+            result = run_live(loaded.plan, progress)
+        summary = summarise(loaded, result)
+        run_folder.write_results(folder, summary, result.systems)
+    except TestbedError as error:
+        run_folder.write_failure(folder, str(error))
+        raise
+    if not quiet:
+        tables.print_summary(Console(highlight=False), summary)
+    for reason in (*summary.failures, *summary.invalid_reasons) if quiet else ():
+        sys.stderr.write(f"{reason}\n")
+    return summary.exit_code
