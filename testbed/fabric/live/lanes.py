@@ -137,12 +137,14 @@ def burst_bytes(rate_bps: int) -> int:
     return max(LEAST_BURST_BYTES, int(rate_bps / 8 * BURST_SECONDS))
 
 
-def port_messages(port: ShapedPort, high_share: float) -> list[Message]:
+def port_messages(port: ShapedPort, high_share: float, *, classes: bool = True, filters: bool = True) -> list[Message]:
     """Everything to shape one interface; send before the interface is up, or each root qdisc waits for RCU."""
-    default = SHARED_CLASS if port.kind is PortKind.SHARED else REST_CLASS
-    templates = [_htb_root(default)]
-    templates += [_htb_class(cls, CREATE) for cls in classes_of(port, high_share)]
-    templates += [_u32_match(match) for match in matches_of(port)]
+    templates: list[bytes] = []
+    if classes:
+        templates.append(_htb_root(SHARED_CLASS if port.kind is PortKind.SHARED else REST_CLASS))
+        templates += [_htb_class(cls, CREATE) for cls in classes_of(port, high_share)]
+    if filters:
+        templates += [_u32_match(match) for match in matches_of(port)]
     return [Message(at_index(data, port.index), f"shape {port.name}") for data in templates]
 
 

@@ -38,13 +38,18 @@ def restore_rate(network: Network, port_name: str) -> None:
 
 
 def set_up(network: Network, port_name: str, up: bool) -> None:
-    """Raise or take down the interface behind a direction of a link; a link that is down at one end carries nothing.
+    """Take a link down, or raise it again. A NIC's cable is pulled at the switch's end, for both directions.
 
-    Taking an interface down loses what is queued at it, as pulling a cable does; it stays shaped.
+    That end loses what is queued there; the NIC loses its carrier but keeps its routes and neighbours. A PCIe link or
+    DRAM stops in the direction named.
     """
     port = _port(network, port_name)
-    message = devices.raise_message(port.index) if up else devices.lower_message(port.index)
-    network.socket(port.host).run([message])
+    host, index = port.host, port.index
+    for link in network.plan.links:
+        if port_name in (f"{link.port}.tx", f"{link.port}.rx", f"{link.port}.read", f"{link.port}.write"):
+            host, index = link.switch, link.port_index
+    message = devices.raise_message(index) if up else devices.lower_message(index)
+    network.socket(host).run([message])
 
 
 def remove_filter(network: Network, port_name: str, position: int) -> None:
