@@ -225,7 +225,7 @@ def probe(directory: Path) -> str:
     A file system may accept O_DIRECT and serve from memory all the same (tmpfs does): then a read of a freshly written
     file does not show among the bytes that this process had fetched from a device.
     """
-    path = f"{directory}/00/probe-{os.getpid()}.tmp"
+    path = f"{directory}/.probe-{os.getpid()}.tmp"
     buffer = blockfile.aligned_buffer(_PROBE_BYTES)
     buffer[:] = b"\xa5" * _PROBE_BYTES
     try:
