@@ -46,6 +46,9 @@ _CARRIER_WAIT_S = 5.0
 class Network:
     """The network of one cluster. ``build`` once, ``close`` once; ``enter`` from role processes.
 
+    The netlink sockets belong to the process and thread that built it: a forked role may ``enter`` and look up
+    endpoints, but not read counters or change links.
+
     ``source_routing`` tells whether a socket on a node may bind by address alone; on a kernel without policy routing
     it has to bind to the endpoint's device as well.
     """
@@ -61,7 +64,11 @@ class Network:
         self._sockets: dict[str, NetlinkSocket] = {}
 
     def __enter__(self) -> Network:
-        self.build()
+        try:
+            self.build()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -40,6 +40,7 @@ _NAMESPACES = (
 )
 
 _INSIDE = "TESTBED_SANDBOX"
+_APPARMOR = "kernel.apparmor_restrict_unprivileged_userns"
 
 
 def inside_sandbox() -> bool:
@@ -52,7 +53,8 @@ def run_in_sandbox(entry: Callable[[], int]) -> int:
 
     ``entry`` runs in a forked child, so it sees the caller's memory as of now and changes none of it. Standard streams
     and the terminal are the caller's own. A ``TestbedError`` in ``entry`` is written to stderr and its exit code
-    returned; any other exception is written with its traceback and gives 1.
+    returned; any other exception is written with its traceback and gives 1. Call it from the main thread, before others
+    are started: SIGINT, SIGTERM and SIGCHLD are blocked in this thread meanwhile.
 
     Raises:
         HostError: the host forbids the namespaces; the message names the setting.
@@ -197,6 +199,8 @@ def _mount_private() -> None:
         syscalls.mount("tmpfs", "/run", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
         os.mkdir("/run/netns")
     except OSError as error:
+        if _read_setting(_APPARMOR) == "1" and _is_mapped():
+            raise HostError(_explain(error)) from error  # the namespace was allowed, but no capability in it
         raise HostError(
             f"cannot prepare the sandbox's mounts ({error.strerror}); in a container run it with an unmasked /proc "
             "(docker: --privileged, or --security-opt systempaths=unconfined --security-opt apparmor=unconfined)."
@@ -206,6 +210,11 @@ def _mount_private() -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EBUSY, errno.ENOENT):
             raise HostError(f"cannot mount a fresh /sys in the sandbox ({error.strerror}).") from error
+
+
+def _is_mapped() -> bool:
+    """Whether this process is in a user namespace of its own (the host's first one maps every id)."""
+    return "4294967295" not in Path("/proc/self/uid_map").read_text()
 
 
 def _read_setting(name: str) -> str | None:
@@ -222,11 +231,8 @@ def _explain(error: OSError) -> str:
         return f"user namespaces are forbidden: set `sysctl kernel.unprivileged_userns_clone=1`, {way_out}."
     if _read_setting("user.max_user_namespaces") == "0":
         return f"user namespaces are forbidden: set `sysctl user.max_user_namespaces=15000`, {way_out}."
-    if _read_setting("kernel.apparmor_restrict_unprivileged_userns") == "1":
-        return (
-            "user namespaces are restricted by AppArmor: set "
-            f"`sysctl kernel.apparmor_restrict_unprivileged_userns=0`, {way_out}."
-        )
+    if _read_setting(_APPARMOR) == "1":
+        return f"user namespaces are restricted by AppArmor: set `sysctl {_APPARMOR}=0`, {way_out}."
     if error.errno == errno.ENOSPC:
         limits = ", ".join(f"user.max_{kind}_namespaces" for kind in ("user", "net", "pid", "mnt"))
         return f"no more namespaces may be made: raise the sysctls {limits}, or nest fewer sandboxes."
