@@ -14,7 +14,7 @@ def stands_for(scenario: Scenario, plan: RunPlan) -> str:
     """The first line that a run prints."""
     scale, cluster = plan.scale, plan.cluster
     gpus = cluster.gpus_per_node * scale.gpus_scale
-    agents = f"{scenario.workload.agents} agents"
+    agents = f"{len(plan.scripts)} agents"
     if scale.agents_scale > 1:
         agents += f", each for {scale.agents_scale} of the paper's in lock-step"
     parts = [

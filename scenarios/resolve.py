@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from scenarios.schema import GpuSection, ProtocolSection, Scenario
+from scenarios.schema import GpuSection, ProtocolSection, Scenario, WorkloadSection
 from testbed.errors import ConfigError
 from testbed.models.compute import GpuSpec, gpu_for
 from testbed.models.hardware import Hardware, alpha_tokens, beta_tokens, kv_dram_bytes_per_node, kv_hbm_bytes_per_gpu
@@ -21,7 +21,8 @@ from testbed.protocol.params import SYSTEMS, ProtocolParams, SystemConfig
 from testbed.protocol.plan import plan_cluster
 from testbed.runtime.plan import RunPlan
 from testbed.units import NS_PER_S
-from testbed.workload.agents import Workload, make_agents, offline_starts_ns, poisson_starts_ns
+from testbed.workload.agents import Workload, make_agents, offline_starts_ns, poisson_starts_ns, source_trajectories
+from testbed.workload.table2 import TRACE_SIZE
 from testbed.workload.trajectory import AgentScript
 from topologies.loader import ClusterShape, cluster_spec, load_topology
 from topologies.tomlinput import nearest
@@ -110,6 +111,7 @@ def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
         block_tokens=scale.emulated_block_tokens(scenario.protocol.block_tokens),
         bytes_per_token_layer=scale.kv_bytes_per_token_layer,
     )
+    scenario = _with_agents(scenario)
     scripts = _scripts(scenario, scale)
     plan = RunPlan(
         scenario=name,
@@ -165,19 +167,36 @@ def _params(
     )
 
 
+def _with_agents(scenario: Scenario) -> Scenario:
+    """The scenario with its number of agents: one per trajectory if it names none."""
+    w = scenario.workload
+    if w.agents:
+        return scenario
+    count = len(source_trajectories(Workload(source=_source(w), agents=TRACE_SIZE, seed=scenario.seed)))
+    return replace(scenario, workload=replace(w, agents=count))
+
+
+def _source(w: WorkloadSection) -> str:
+    """The source as the workload layer names it.
+
+    Raises:
+        ConfigError: a path without a use, or none where one is needed.
+    """
+    if w.path and w.source in ("shipped", "sweagent"):
+        return f"sweagent:{w.path}"
+    if w.path:
+        raise ConfigError(f"workload: path is for source sweagent, not for {w.source}; set one of the two.")
+    if w.source == "sweagent":
+        raise ConfigError("workload: source sweagent needs workload.path, a .traj file or a folder of them.")
+    return w.source
+
+
 def _scripts(scenario: Scenario, scale: FittedScale) -> tuple[AgentScript, ...]:
     w = scenario.workload
-    source = w.source
-    if w.path and source in ("shipped", "sweagent"):
-        source = f"sweagent:{w.path}"
-    elif w.path:
-        raise ConfigError(f"workload: path is for source sweagent, not for {source}; set one of the two.")
-    elif source == "sweagent":
-        raise ConfigError("workload: source sweagent needs workload.path, a .traj file or a folder of them.")
     return tuple(
         make_agents(
             Workload(
-                source=source,
+                source=_source(w),
                 agents=w.agents,
                 seed=scenario.seed,
                 length_scale=scale.length_scale,

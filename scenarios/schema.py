@@ -40,7 +40,8 @@ class ScaleSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSection:
-    """What the agents replay. ``agents`` are those replayed here; each stands for ``scale.agents`` of the paper's.
+    """What the agents replay. ``agents`` are those replayed here (0: one per trajectory of the source); each stands for
+    ``scale.agents`` of the paper's.
 
     ``source``: "shipped", "sweagent" (with ``path``), or "table2:32K", "table2:48K", "table2:64K". A ``path`` alone
     means "sweagent". ``arrivals``: agents per second of the paper (APS); 0 starts all together (offline).

@@ -81,12 +81,9 @@ def prepare(request: RunRequest, folder: Path) -> LoadedScenario:
 
 
 def stored_bytes(plan: RunPlan) -> int:
-    """The most that storage servers hold at a time: every full block of every agent, in each replica, plus the past."""
+    """The most that storage servers hold at a time: all blocks of all agents, in each replica, plus the past."""
     layout = plan.params.layout
-    last = (
-        script.prompt_tokens(script.turns - 1) + script.generate_tokens(script.turns - 1) for script in plan.scripts
-    )
-    blocks = sum(layout.full_blocks(tokens) for tokens in last)
+    blocks = sum(layout.full_blocks(script.trajectory.total_tokens) for script in plan.scripts)
     warm = sum(script.warm_tokens // layout.block_tokens for script in plan.scripts)
     copies = min(plan.params.replicas, len(plan.roles.storage))
     return (blocks * copies + warm) * (layout.full_block_bytes + 4096)

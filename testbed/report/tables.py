@@ -88,7 +88,7 @@ def trust_line(summary: Summary) -> str:
     state = "FAILED" if summary.failures else "valid" if summary.valid else "INVALID: do not use these numbers"
     ledger = f"largest ledger error {abs(worst.error):.2%} ({worst.system}, {worst.resource})" if worst else "no ledger"
     return (
-        f"Run {state}: {len(summary.links)} links calibrated, largest error {max(measured, default=0.0):.2%}; {ledger}; "
+        f"Run {state}: {len(measured)} links calibrated, largest error {max(measured, default=0.0):.2%}; {ledger}; "
         f"{verified:,} of {emitted:,} tokens equal the reference."
     )
 
