@@ -9,7 +9,7 @@ How a link is isolated. A stream passes several shaped links, so one stream alon
 could not tell a link that is too fast. Each link is therefore saturated by streams that share no other bottleneck: a
 CNIC's read side by two streams to different CNICs, its write side by two from different CNICs, a PCIe link by the
 copy engine, DRAM by the copy engines of several GPUs at once. A link that no set of streams can saturate (DRAM faster
-than everything behind it) is read back from the kernel instead, and says so in ``method``.
+than everything behind it, or than the host can carry) is read back from the kernel instead, and says so in ``method``.
 
 Links are measured in batches that neither ask more of the host than ``most_bps`` nor load any link twice.
 """
@@ -92,7 +92,7 @@ def calibrate(
     unreachable: list[ShapedPort] = []
     for port in plan.ports.values():
         task = _task(plan, port)
-        if task is None:
+        if task is None or port.rate_bps > most_bps:
             unreachable.append(port)
         else:
             tasks.append(task)

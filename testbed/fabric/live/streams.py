@@ -57,22 +57,21 @@ class FlowResult:
 
 
 class _Tally:
-    """What arrived under one name: after each read, when and how much so far."""
+    """What arrived under one name: when and how much so far."""
 
     def __init__(self) -> None:
         self.total = 0
         self.times: list[float] = []
         self.totals: list[int] = []
 
-    def add(self, size: int, now_s: float, count_from_s: float) -> None:
-        """Count a read of ``size`` bytes."""
-        self.total += size
-        if size and now_s >= count_from_s:
+    def mark(self, now_s: float) -> None:
+        """Take a reading, after every readable stream was read: what still waits in a socket would count too late."""
+        if not self.totals or self.totals[-1] != self.total:
             self.times.append(now_s)
             self.totals.append(self.total)
 
     def result(self, name: str) -> FlowResult:
-        """The figures so far. The first read only starts the clock: how long its bytes had been due is unknown."""
+        """The figures so far. The first reading only starts the clock: how long its bytes had been due is unknown."""
         reads = len(self.times)
         if reads < 2:
             return FlowResult(name=name, total_bytes=self.total, mean_bps=0.0, steady_bps=0.0)
@@ -123,10 +122,10 @@ class _Stream:
                 left -= self.sender.send(data[:left])
             self.sender.shutdown(socket.SHUT_WR)
 
-    def receive(self, buffer: bytearray, count_from_s: float) -> bool:
+    def receive(self, buffer: bytearray) -> bool:
         """Read what is there; False at the end of the stream."""
         size = self.receiver.recv_into(buffer)
-        self.tally.add(size, time.monotonic(), count_from_s)
+        self.tally.total += size
         return size > 0
 
     def stop(self) -> None:
@@ -192,6 +191,9 @@ def _pump(streams: Sequence[_Stream], seconds: float, warm_up_s: float) -> None:
             if not events:
                 raise HostError(f"a stream stands still: no byte passed within {_STALL_S:.0f} s.")
             for key, _ in events:
-                if not key.data.receive(buffer, start + warm_up_s):
+                if not key.data.receive(buffer):
                     selector.unregister(key.fileobj)
                     sized -= 1
+            if (now := time.monotonic()) >= start + warm_up_s:
+                for tally in {key.data.tally for key, _ in events}:
+                    tally.mark(now)
