@@ -59,6 +59,7 @@ TABLE = TransitionTable(
         },
     },
     ignored={_C: frozenset({"RequestScheduled"}), _P: frozenset({"PrefillStarted"})},
+    patience={_S: 4, _C: 10, _P: 4, _D: 6},
 )
 
 
@@ -129,7 +130,6 @@ class AgentDriver(RoleMachine[_Round]):
         self.outcomes: list[Outcome] = []
         self.started_ns = 0
         self.agents_left = len(scripts)
-        self._unscheduled: set[str] = set()  # failed before it was known which engines would hold it
 
     @property
     def finished(self) -> bool:
@@ -193,11 +193,10 @@ class AgentDriver(RoleMachine[_Round]):
 
     def _scheduled(self, message: m.RequestScheduled) -> None:
         holders = _holders(message)
-        if message.request_id in self._unscheduled:  # given up before its engines were known: let go of it there too
-            self._unscheduled.discard(message.request_id)
-            self._abort(message.request_id, holders, "GivenUpBeforeScheduled")
         record = self.find(message.request_id, "RequestScheduled")
         if record is None:
+            if message.request_id not in self.records:  # given up before its engines were known: let go of it there too
+                self._abort(message.request_id, holders, "GivenUp")
             return
         outcome = record.outcome
         record.participants = (SCHEDULER, *holders)
@@ -255,8 +254,6 @@ class AgentDriver(RoleMachine[_Round]):
         self.failures += 1
         record.outcome.error, record.outcome.error_detail = error, detail
         record.outcome.completed_ns = self.now_ns
-        if not record.outcome.scheduled_ns:
-            self._unscheduled.add(request_id)
         self.end(record)
         self._abort(request_id, record.participants, error)
         self.agents_left -= 1

@@ -205,7 +205,8 @@ class RoleMachine(Generic[R]):
         self.release(record)
 
     def _renew(self, record: R) -> None:
-        record.deadline_ns = self.now_ns + self.params.wait_deadline_ns
+        patience = self.table.patience.get(record.state, 1)
+        record.deadline_ns = self.now_ns + patience * self.params.wait_deadline_ns
         self.out.add(SetDeadline(record.request_id, record.deadline_ns))
 
     def _remember(self, request_id: str) -> None:

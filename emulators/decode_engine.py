@@ -72,6 +72,7 @@ TABLE = TransitionTable(
         state: frozenset({"AssignDecode", "PromptBuffered", "PrefillFinished"}) for state in (_W, _L, _D, _N)
     }
     | {_P: frozenset({"AssignDecode"})},
+    patience={_P: 8, _N: 2},
 )
 
 

@@ -84,6 +84,7 @@ TABLE = TransitionTable(
         _F: _BUFFERED | {"LoadPrompt"},
         _D: _BUFFERED | {"LoadPrompt", "SkipPrompt"},
     },
+    patience={_H: 6, _B: 4, _D: 6},
 )
 
 

@@ -43,6 +43,7 @@ TABLE = TransitionTable(
         },
     },
     ignored={LeaderState.ASSIGNED: frozenset({"RequestsAssigned"})},
+    patience={LeaderState.RESERVED: 2, LeaderState.ASSIGNED: 20},
 )
 
 

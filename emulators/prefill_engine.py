@@ -67,6 +67,7 @@ TABLE = TransitionTable(
     },
     ignored={state: frozenset({"AssignPrefill", "BufferReserved", "PrefixLoaded"}) for state in (_Q, _C, _F)}
     | {_R: frozenset({"AssignPrefill", "BufferReserved"}), _V: frozenset({"AssignPrefill"})},
+    patience={_V: 2, _R: 3},
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from testbed.errors import BugError
@@ -19,13 +19,18 @@ S = TypeVar("S", bound=enum.Enum)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionTable(Generic[S]):
-    """``edges[state][event]`` are the allowed next states; ``ignored[state]`` events that change nothing."""
+    """``edges[state][event]`` are the allowed next states; ``ignored[state]`` events that change nothing.
+
+    ``patience[state]`` is how many deadlines a request may stay in a state (else one): a state that spans waits of other
+    roles is more patient than they are, so that the one that knows what is missing is the one that reports it.
+    """
 
     role: str
     start: S
     ends: frozenset[S]
     edges: Mapping[S, Mapping[str, tuple[S, ...]]]
     ignored: Mapping[S, frozenset[str]]
+    patience: Mapping[S, int] = field(default_factory=dict)
 
     @property
     def states(self) -> tuple[S, ...]:

@@ -24,6 +24,7 @@ from testbed.kvmodel.reference import reference_turns
 from testbed.protocol import machine as mc
 from testbed.protocol.grants import GrantTable
 from testbed.protocol.layout import BlockLayout, seal_pieces
+from testbed.protocol.messages import FetchRequests
 from testbed.protocol.params import SYSTEMS, ProtocolParams
 from testbed.protocol.plan import plan_cluster
 from tests.support import faults as ft
@@ -132,7 +133,7 @@ class LocalWorld:
         self._heap: list[tuple[int, int, str, Any]] = []
         self._sequence = 0
         self._channel: dict[tuple[str, str], int] = {}
-        self._quiet = 0  # entries of the heap that are deadlines
+        self._quiet = 0  # entries of the heap that a cluster at rest has
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class LocalWorld:
     def step(self) -> None:
         """Deliver the next event."""
         at, _, name, event = heapq.heappop(self._heap)
-        self._quiet -= isinstance(event, mc.DeadlinePassed)
+        self._quiet -= _is_quiet(event)
         self.now_ns = max(self.now_ns, at)
         if callable(event):
             event()
@@ -198,7 +199,7 @@ class LocalWorld:
 
     def _at(self, at_ns: int, name: str, event: Any) -> None:
         self._sequence += 1
-        self._quiet += isinstance(event, mc.DeadlinePassed)
+        self._quiet += _is_quiet(event)
         heapq.heappush(self._heap, (at_ns, self._sequence, name, event))
 
     def _later(self, name: str, event: Any, channel: tuple[str, str], low: int, high: int) -> None:
@@ -342,3 +343,10 @@ class LocalWorld:
         assert target.grants.finish(ref.grant_id, ref.epoch)
         self._at(self.now_ns, target_name, mc.WriteLanded(ref.grant_id))
         return ""
+
+
+def _is_quiet(event: Any) -> bool:
+    """Is the event part of the rest of a cluster: a deadline, or a leader's periodic report?"""
+    if isinstance(event, mc.Received):
+        return isinstance(event.message, FetchRequests)
+    return isinstance(event, mc.DeadlinePassed)

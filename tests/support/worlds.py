@@ -1,0 +1,89 @@
+"""Small clusters and workloads for LocalWorld, and the step counts of the paper to compare what crossed each NIC with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from emulators.agent_driver import Outcome
+from testbed.fabric.spec import ClusterSpec
+from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, node_of, snic_endpoint
+from testbed.protocol.layout import BlockLayout
+from testbed.protocol.params import ProtocolParams
+from tests.support.local_world import LocalWorld
+
+RATE = 10**8
+TINY = BlockLayout(model="tiny", layers=3, block_tokens=4, bytes_per_token_layer=8)
+
+
+def cluster(prefill: int = 1, decode: int = 1, gpus: int = 1, storage: int = 2) -> ClusterSpec:
+    """A cluster whose rates nobody looks at."""
+    return ClusterSpec(
+        name="small",
+        prefill_nodes=prefill,
+        decode_nodes=decode,
+        gpus_per_node=gpus,
+        storage_servers=storage,
+        cnic_rate_bps=RATE,
+        snic_rate_bps=RATE,
+        pcie_rate_bps=RATE,
+        dram_rate_bps=RATE,
+    )
+
+
+def small_params(layout: BlockLayout = TINY, **changes: object) -> ProtocolParams:
+    """Parameters with memories small enough to be looked at."""
+    values: dict[str, object] = {
+        "dram_pages": 64,
+        "stage_pages": 4,
+        "pe_hbm_bytes": 256 * layout.full_block_bytes,
+        "de_hbm_pages": 64,
+        "storage_pages": 4,
+        "read_window_blocks": 8,
+        "persist_window_blocks": 4,
+        "wait_deadline_ns": 2_000_000_000,
+        "fetch_interval_ns": 2_000_000,
+    }
+    return ProtocolParams(layout=layout, **(values | changes))  # type: ignore[arg-type]
+
+
+def expected_bytes(world: LocalWorld, outcomes: Sequence[Outcome], replicas: int) -> Counter[tuple[str, str]]:
+    """Bytes per (sending NIC side, receiving NIC side) for completed rounds without chunking (reference, section 3).
+
+    Storage servers are summed under the name "storage": which replica serves is the reader's choice. Written from the
+    paper's arrows, not from the machines.
+    """
+    layout, total = world.layout, Counter[tuple[str, str]]()
+    bt, block = layout.block_tokens, layout.layers * layout.block_tokens * layout.bytes_per_token_layer
+    servers = len(world.plan.storage)
+    for o in outcomes:
+        hits = o.hit_tokens // bt
+        prompt_blocks = -(-o.prompt_tokens // bt)
+        prompt_full, context_full = o.prompt_tokens // bt, (o.prompt_tokens + o.generate_tokens - 1) // bt
+        pe_dram, pe_hbm = cnic_dram_endpoint(o.prefill_engine), cnic_hbm_endpoint(o.prefill_engine)
+        de_dram, de_hbm = cnic_dram_endpoint(o.decode_engine), cnic_hbm_endpoint(o.decode_engine)
+        pe_snic, de_snic = (snic_endpoint(node_of(e)) for e in (o.prefill_engine, o.decode_engine))
+        if o.read_side == "pe":
+            total["storage", pe_snic] += hits * block  # 1-2
+            total[pe_dram, pe_hbm] += hits * block  # 3-4
+            total[pe_hbm, de_dram] += prompt_blocks * block  # 5-7, hits and misses
+        elif o.read_side == "de":
+            total["storage", de_snic] += hits * block  # 1-2
+            total[de_dram, pe_hbm] += hits * block  # 3-5
+            total[pe_hbm, de_dram] += (prompt_blocks - hits) * block  # unnumbered: the misses return
+        else:
+            total[pe_hbm, de_dram] += prompt_blocks * block
+        if o.generate_tokens > 1:
+            total[de_dram, de_hbm] += prompt_blocks * block  # PE path 8-9, DE path 6-7
+        total[de_hbm, de_dram] += (context_full - prompt_full) * block  # every block that decode fills
+        total[de_snic, "storage"] += (context_full - hits) * block * min(replicas, servers)
+    return Counter({path: size for path, size in total.items() if size})
+
+
+def seen_bytes(world: LocalWorld) -> Counter[tuple[str, str]]:
+    """What the world carried, storage servers summed."""
+    names = {snic_endpoint(server): "storage" for server in world.plan.storage}
+    total = Counter[tuple[str, str]]()
+    for (via, to), size in world.bytes_via.items():
+        total[names.get(via, via), names.get(to, to)] += size
+    return total
