@@ -370,6 +370,16 @@ async def test_random_bytes_close_the_connection_and_harm_nobody(seed: int) -> N
         await it.b.next(WriteLanded)
 
 
+async def test_a_stream_out_of_step_is_closed() -> None:
+    with pair(SMALL) as it:
+        async with RawPeer(it) as peer:
+            await peer.hello()
+            good = wire.pack_header(WriteHeader(1, 1, 1, SMALL.layer_block_bytes))
+            await peer.send(b"XXXX" + good[4:])
+            assert await peer.closed()
+        assert "no write header" in it.b.log[0]
+
+
 @pytest.mark.parametrize("size", [0, 1, 255, 2**40, 2**63, 2**64 - 1])
 async def test_impossible_sizes_close_the_connection(size: int) -> None:
     with pair(SMALL) as it:

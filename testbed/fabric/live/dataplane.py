@@ -14,11 +14,9 @@ import logging
 import socket
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from testbed.errors import BugError
 from testbed.fabric.live.inbound import Inbound, LandingCounters, Receiver
-from testbed.fabric.live.memory import Memory
+from testbed.fabric.live.memory import Memory, Offsets
 from testbed.fabric.live.outbound import Outbound
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, NO_MORE_YET, Endpoint, SocketOptions, listening_socket
 from testbed.fabric.live.wire import pack_hello
@@ -101,12 +99,12 @@ class DataPlane:
         Raises:
             BugError: pieces outside the memory or not what the grant is for, unknown endpoints, too many outstanding.
         """
-        self._check(write)
+        pieces = self._check(write)
         key = (write.via, write.ref.endpoint, tos)
         connection = self._outbound.get(key)
         if connection is None:
             connection = self._connect(*key)
-        connection.post(write)
+        connection.post(write, pieces)
         outstanding = self.outstanding
         self.peak_outstanding = max(self.peak_outstanding, outstanding)
         if outstanding > _MAX_OUTSTANDING:
@@ -125,14 +123,14 @@ class DataPlane:
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _check(self, write: Write) -> None:
+    def _check(self, write: Write) -> Offsets:
         size = len(write.pieces) * write.piece_bytes
         if size != write.ref.size_bytes or not write.pieces:
             raise BugError(f"write {write.write_id} gathers {size} bytes for a grant of {write.ref.size_bytes}")
-        self._memory.check_pieces(np.array(write.pieces, dtype=np.int64), write.piece_bytes)
         for name in (write.via, write.ref.endpoint):
             if name not in self._endpoints:
                 raise BugError(f"write {write.write_id} names endpoint {name!r}, which the cluster does not have")
+        return self._memory.offsets(write.pieces, write.piece_bytes)
 
     def _connect(self, via: str, endpoint: str, tos: int) -> Outbound:
         def closed(connection: Outbound, reason: str) -> None:

@@ -12,16 +12,13 @@ Either way seals are recomputed from the bytes where they landed, run by run, wh
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from testbed.errors import BugError
-from testbed.fabric.live.memory import Memory
+from testbed.fabric.live.memory import Memory, Offsets
 from testbed.fabric.live.wire import WriteHeader, seal_bytes
 from testbed.protocol.grants import Landing
 from testbed.protocol.layout import BlockLayout, seal_blocks, seal_seeds
-
-Offsets = npt.NDArray[np.int64]
 
 _READ_BYTES = 256 * 1024  # per system call: small enough that landed bytes are still in cache when they are sealed
 _READ_BUFFERS = 1000  # below IOV_MAX (1024)
@@ -37,8 +34,7 @@ class LandingWrite:
         layers = landing.layer_end - landing.layer_begin
         if landing.piece_bytes != layers * block or len(landing.keys) != len(landing.pieces):
             raise BugError(f"grant {header.grant_id}: {landing.piece_bytes} bytes per piece for {layers} layers")
-        pieces: Offsets = np.array(landing.pieces, dtype=np.int64)
-        memory.check_pieces(pieces, landing.piece_bytes)
+        pieces = memory.offsets(landing.pieces, landing.piece_bytes)
         self.header = header
         self._landing = landing
         self._memory = memory
@@ -143,6 +139,8 @@ class LandingWrite:
 
 def merge_pieces(pieces: Offsets, piece_bytes: int) -> list[tuple[int, int]]:
     """Byte ranges ``[begin, end)`` of pieces in order, adjacent ones merged: fewer, longer runs for the kernel."""
+    if len(pieces) == 1:
+        return [(int(pieces[0]), int(pieces[0]) + piece_bytes)]
     breaks = np.flatnonzero(pieces[1:] != pieces[:-1] + piece_bytes) + 1
     begins = pieces[np.concatenate(([0], breaks))]
     ends = pieces[np.concatenate((breaks - 1, [-1]))] + piece_bytes

@@ -10,12 +10,15 @@ byte offset ``o`` is ``seals[o // layer_block_bytes]``. Every offset is a multip
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from testbed.errors import BugError, ConfigError
 from testbed.protocol.layout import U8, U64, BlockLayout
+
+Offsets = npt.NDArray[np.int64]
 
 _MAP_NORESERVE = 0x4000  # <asm-generic/mman-common.h>; Python names it from 3.12 on
 
@@ -46,16 +49,18 @@ class Memory:
         self.blocks: npt.NDArray[np.void] = self.data.view(f"V{block}")
         self.seals: U64 = np.zeros(size_bytes // block, dtype=np.uint64)
 
-    def check_pieces(self, pieces: npt.NDArray[np.int64], piece_bytes: int) -> None:
-        """Refuse pieces of which one is not whole Layer Blocks of this memory.
+    def offsets(self, pieces: Sequence[int], piece_bytes: int) -> Offsets:
+        """Pieces as an array, refused if one is not whole Layer Blocks of this memory.
 
         Raises:
             BugError: as ``check``.
         """
-        self.check(int(pieces.min()), piece_bytes)
-        self.check(int(pieces.max()), piece_bytes)
-        if np.any(pieces % self.layer_block_bytes):
+        self.check(min(pieces), piece_bytes)
+        self.check(max(pieces), piece_bytes)
+        offsets: Offsets = np.array(pieces, dtype=np.int64)
+        if (offsets % self.layer_block_bytes).any():
             raise BugError(f"pieces are not aligned to Layer Blocks of {self.layer_block_bytes} bytes")
+        return offsets
 
     def check(self, offset: int, size_bytes: int) -> None:
         """Refuse a range that is not whole Layer Blocks of this memory.

@@ -20,7 +20,7 @@ import numpy as np
 
 from testbed.errors import PeerError
 from testbed.fabric.live.landing import SHORT_RUN_BYTES, block_numbers, merge_pieces
-from testbed.fabric.live.memory import Memory
+from testbed.fabric.live.memory import Memory, Offsets
 from testbed.fabric.live.sockets import NO_MORE_YET, Endpoint, SocketOptions, connecting_socket, describe
 from testbed.fabric.live.wire import AckReader, AckStatus, WriteHeader, pack_header
 from testbed.protocol.machine import Event, Write, WriteCompleted, WriteFailed
@@ -59,7 +59,7 @@ class Outbound:
         self._on_closed = on_closed
         self._hello = hello
         self._acks = AckReader()
-        self._waiting: deque[Write] = deque()  # not yet gathered
+        self._waiting: deque[tuple[Write, Offsets]] = deque()  # not yet gathered
         self._posted: deque[int] = deque()  # gathered or waiting, not yet acknowledged: ids in order
         self._current: Iterator[memoryview] = iter(())  # what is left of the write that is being sent
         self._gathered: deque[memoryview] = deque()
@@ -88,9 +88,9 @@ class Outbound:
         """Whether nothing can be posted any more."""
         return self._state is _State.CLOSED
 
-    def post(self, write: Write) -> None:
-        """Queue a write; it leaves after those posted before."""
-        self._waiting.append(write)
+    def post(self, write: Write, pieces: Offsets) -> None:
+        """Queue a write of ``pieces``; it leaves after those posted before."""
+        self._waiting.append((write, pieces))
         self._posted.append(write.write_id)
         if self._state is _State.READY and not self._flush_due and not self._writing:
             self._flush_due = True  # once per pass of the event loop: writes posted together leave together
@@ -195,7 +195,7 @@ class Outbound:
                 self._gathered.append(buffer)
                 self._gathered_bytes += len(buffer)
             elif self._waiting:
-                self._current = write_buffers(self._waiting.popleft(), self._memory)
+                self._current = write_buffers(*self._waiting.popleft(), self._memory)
             else:
                 break
         buffers: list[memoryview] = []
@@ -239,11 +239,10 @@ class Outbound:
         self._on_closed(self, reason)
 
 
-def write_buffers(write: Write, memory: Memory) -> Iterator[memoryview]:
+def write_buffers(write: Write, pieces: Offsets, memory: Memory) -> Iterator[memoryview]:
     """A write as the kernel gets it: header, payload, seals. Made as it is sent, so that a large write costs little."""
     ref, size, block = write.ref, len(write.pieces) * write.piece_bytes, memory.layer_block_bytes
     yield memoryview(pack_header(WriteHeader(ref.epoch, ref.grant_id, write.write_id, size)))
-    pieces = np.array(write.pieces, dtype=np.int64)
     index = block_numbers(pieces, write.piece_bytes, block)
     runs = merge_pieces(pieces, write.piece_bytes)
     if size < SHORT_RUN_BYTES * len(runs):
