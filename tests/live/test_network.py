@@ -22,6 +22,7 @@ from tests.live.sandboxed import in_sandbox, small_spec
 Result = TypeVar("Result")
 
 PAYLOAD_BYTES = 2_000_000
+MOST_BPS = 300e6  # measured at a time: little, so that a busy host does not matter
 ATTEMPTS = 4  # at a figure that other programs on the host can spoil
 
 
@@ -150,12 +151,12 @@ def test_a_copy_that_bypasses_the_cnic_leaves_no_trace_in_its_counters() -> None
 def test_every_link_has_its_rate() -> None:
     def look(network: Network) -> list[tuple[str, float]]:
         for _ in range(ATTEMPTS):
-            off = [(m.name, m.error) for m in calibrate(network, tolerance=0.01) if not m.ok]
+            off = [(m.name, m.error) for m in calibrate(network, tolerance=0.01, most_bps=MOST_BPS) if not m.ok]
             if not off:
                 break
         return off
 
-    assert on_network(small_spec(gpus=2), look) == []
+    assert on_network(small_spec(gpus=1), look) == []
 
 
 @pytest.mark.live
@@ -176,18 +177,18 @@ def test_a_link_shaped_wrongly_at_one_end_is_read_back(port: str, factor: float)
 
 @pytest.mark.live
 @pytest.mark.parametrize(
-    ("port", "factor"), [("de0.cnic1.read", 1.05), ("de0.cnic1.write", 1.05), ("pe0.snic.rx", 0.95)]
+    ("port", "factor"), [("de0.cnic0.read", 1.05), ("de0.cnic0.write", 1.05), ("pe0.snic.rx", 0.95)]
 )
 def test_a_link_shaped_wrongly_at_one_end_is_measured(port: str, factor: float) -> None:
     def look(network: Network) -> dict[str, float]:
         link_control.set_rate(network, port, round(100e6 * factor))
         for _ in range(ATTEMPTS):
-            off = {m.name: m.error for m in calibrate(network, tolerance=0.025) if not m.ok}
+            off = {m.name: m.error for m in calibrate(network, tolerance=0.025, most_bps=MOST_BPS) if not m.ok}
             if list(off) == [port]:
                 break
         return off
 
-    assert on_network(small_spec(gpus=2), look) == {port: pytest.approx(factor - 1, abs=0.02)}
+    assert on_network(small_spec(gpus=1), look) == {port: pytest.approx(factor - 1, abs=0.02)}
 
 
 @pytest.mark.live
