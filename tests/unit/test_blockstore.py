@@ -155,6 +155,22 @@ async def test_a_full_or_failing_disk(store: BlockStore, monkeypatch: pytest.Mon
     await store.fetch(KEY, 0)
 
 
+async def test_a_store_is_synced_file_then_name(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("fsync", "rename"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
+    for durable, expected in ((True, ["fsync", "rename", "fsync"]), (False, ["rename"])):
+        store = BlockStore(tmp_path, LAYOUT, memory, durable=durable)
+        calls.clear()
+        await store.store(KEY, 0)
+        assert calls == expected
+        await store.fetch(KEY, 0)
+        store.close()
+
+
 async def test_a_short_write_is_a_full_disk(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.writev
     monkeypatch.setattr(os, "writev", lambda fd, buffers: real(fd, [buffers[0][:PAGE]]))
@@ -171,7 +187,7 @@ async def test_killed_in_the_middle_of_a_store(tmp_path: Path, memory: Memory) -
         blockfile.os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         buffer = blockfile.aligned_buffer(BlockFormat(LAYOUT).file_bytes)
         path = f"{tmp_path}/ab/{KEY:016x}.kv"
-        blockfile.write_file(path, f"{path}.1.tmp", buffer, direct=False)
+        blockfile.write_file(path, f"{path}.1.tmp", buffer, direct=False, durable=True)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert list(tmp_path.glob("ab/*")) == [tmp_path / "ab" / f"{KEY:016x}.kv.1.tmp"]

@@ -109,11 +109,12 @@ def read_file(path: str, buffer: memoryview, *, direct: bool) -> int:
         os.close(fd)
 
 
-def write_file(path: str, temporary: str, buffer: memoryview, *, direct: bool) -> None:
+def write_file(path: str, temporary: str, buffer: memoryview, *, direct: bool, durable: bool) -> None:
     """Make ``path`` hold ``buffer``, durably and all or nothing: it appears whole or not at all, also after a crash.
 
     The file is fsynced before the rename, or the name could survive without the bytes; the directory after it, or the
-    name itself could be lost, and the index would have been told of a block that is not there.
+    name itself could be lost, and the index would have been told of a block that is not there. Without ``durable``
+    neither is done: for blocks that can be made again.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     fd = os.open(temporary, flags, 0o600)
@@ -122,7 +123,8 @@ def write_file(path: str, temporary: str, buffer: memoryview, *, direct: bool) -
             written = os.writev(fd, [buffer])
             if written != len(buffer):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(buffer)} bytes were taken")
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
             if not direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -132,7 +134,8 @@ def write_file(path: str, temporary: str, buffer: memoryview, *, direct: bool) -
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    sync_directory(os.path.dirname(path))
+    if durable:
+        sync_directory(os.path.dirname(path))
 
 
 def sync_directory(path: str) -> None:

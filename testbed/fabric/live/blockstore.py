@@ -62,11 +62,14 @@ class DiskCounters:
 class BlockStore:
     """Blocks of ``layout`` under ``directory``, fetched into and stored from ``memory``. At most 4 operations at once.
 
+    ``durable`` False leaves out the fsyncs: for blocks that can be made again, as those of a warm start.
+
     Raises:
         HostError: the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, layout: BlockLayout, memory: Memory) -> None:
+    def __init__(self, directory: Path, layout: BlockLayout, memory: Memory, *, durable: bool = True) -> None:
+        self._durable = durable
         self._directory = str(directory)
         self._memory = memory
         self._size = layout.full_block_bytes
@@ -213,7 +216,7 @@ class BlockStore:
         # Per thread: two stores of one block at a time must not share a temporary.
         temporary = f"{path}.{threading.get_ident():x}.tmp"
         try:
-            blockfile.write_file(path, temporary, buffer, direct=self._direct)
+            blockfile.write_file(path, temporary, buffer, direct=self._direct, durable=self._durable)
         except OSError as error:
             what = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fails"
             raise HostError(f"block {key:016x} is not stored: disk {self._directory} {what} ({error})") from error
@@ -232,7 +235,7 @@ def probe(directory: Path) -> str:
         for method in (DIRECT, FADVISE):
             direct = method == DIRECT
             try:
-                blockfile.write_file(path, f"{path}.tmp", buffer, direct=direct)
+                blockfile.write_file(path, f"{path}.tmp", buffer, direct=direct, durable=True)
                 before = device_read_bytes()
                 blockfile.read_file(path, buffer, direct=direct)
             except OSError as error:

@@ -37,7 +37,7 @@ from testbed.protocol.grants import GrantTable
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.machine import Event, LandingRefused, WriteLanded
 
-_READS_PER_WAKE = 8  # then let the event loop serve others
+_READS_PER_WAKE = 4  # then let the event loop serve others
 _SCRATCH_BYTES = 64 * 1024
 _UNSENT_ACKS = 64 * 1024  # a source that does not read its acknowledgements is no peer
 

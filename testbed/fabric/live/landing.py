@@ -20,7 +20,7 @@ from testbed.fabric.live.wire import WriteHeader, seal_bytes
 from testbed.protocol.grants import Landing
 from testbed.protocol.layout import BlockLayout, seal_blocks, seal_seeds
 
-_READ_BYTES = 256 * 1024  # per system call: small enough that landed bytes are still in cache when they are sealed
+_READ_BYTES = 512 * 1024  # per system call: what landed is still in cache when it is sealed
 _READ_BUFFERS = 1000  # below IOV_MAX (1024)
 _STAGE_BYTES = 64 * 1024
 SHORT_RUN_BYTES = 4096  # runs shorter than this on average are staged

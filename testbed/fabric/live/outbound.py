@@ -25,10 +25,10 @@ from testbed.fabric.live.sockets import NO_MORE_YET, Endpoint, SocketOptions, co
 from testbed.fabric.live.wire import AckReader, AckStatus, WriteHeader, pack_header
 from testbed.protocol.machine import Event, Write, WriteCompleted, WriteFailed
 
-_SEND_BYTES = 256 * 1024  # gathered per system call: above what a socket buffer takes at once
+_SEND_BYTES = 512 * 1024  # gathered per system call: above what a socket buffer takes at once
 _STAGE_BYTES = 64 * 1024
 _SEND_BUFFERS = 1000  # below IOV_MAX (1024)
-_SENDS_PER_WAKE = 8  # then let the event loop serve others
+_SENDS_PER_WAKE = 4  # then let the event loop serve others
 
 
 class _State(enum.Enum):
