@@ -110,24 +110,24 @@ def test_counters_give_the_payload_of_every_step_of_a_path_and_nothing_else() ->
         ("de0.copy1", "de0gpu1.copy", 0),
     )
 
-    def look(network: Network) -> list[tuple[int, dict[str, LinkCounter], dict[str, LinkCounter]]]:
+    def look(network: Network) -> list[tuple[int, int, dict[str, LinkCounter], dict[str, LinkCounter]]]:
         found = []
         for source, destination, tos in pairs:
             before = read_counters(network)
             flow = Flow(name="flow", source=source, destination=destination, tos=tos, size_bytes=PAYLOAD_BYTES)
-            run_streams(network, [flow], seconds=0, warm_up_s=0)
-            found.append((total_drops(network), before, read_counters(network)))
+            sent = PAYLOAD_BYTES + run_streams(network, [flow], seconds=0, warm_up_s=0)["flow"].retransmitted_bytes
+            found.append((sent, total_drops(network), before, read_counters(network)))
         return found
 
     spec = small_spec(mbit=400, storage_mbit=400)
     plan = Plan(spec)
-    for (source, destination, tos), (drops, before, after) in zip(pairs, on_network(spec, look), strict=True):
+    for (source, destination, tos), (sent, drops, before, after) in zip(pairs, on_network(spec, look), strict=True):
         assert drops == 0
         path = plan.path(source, destination)
         for name, counter in after.items():
             payload = (counter.data - before[name].data).payload_bytes
             if name in path:
-                assert payload == pytest.approx(PAYLOAD_BYTES, rel=0.001), f"{source} to {destination} at {name}"
+                assert payload == pytest.approx(sent, rel=0.001), f"{source} to {destination} at {name}"
                 lane = counter.high - before[name].high
                 assert (lane.packets > 0) == (bool(tos) and "cnic" in name)
             else:
@@ -144,7 +144,7 @@ def test_a_copy_that_bypasses_the_cnic_leaves_no_trace_in_its_counters() -> None
 
     counters = on_network(small_spec(), look)
     assert counters["pe0.cnic0.read"].data.bytes == counters["pe0.cnic0.write"].data.bytes == 0
-    assert counters["pe0gpu0.pcie.rx"].shared.payload_bytes == PAYLOAD_BYTES
+    assert counters["pe0gpu0.pcie.rx"].shared.payload_bytes >= PAYLOAD_BYTES
 
 
 @pytest.mark.live
@@ -320,16 +320,16 @@ def test_a_role_process_enters_its_namespace_and_reaches_control_from_there() ->
 
 @pytest.mark.live
 def test_many_streams_into_one_link_lose_nothing() -> None:
-    def look(network: Network) -> tuple[int, int]:
+    def look(network: Network) -> tuple[int, int, int]:
         sources = [("de0.cnic0", 3), ("de0.cnic1", 3), ("pe0gpu0.cnic", 3), ("pe0.cnic0", 3)]
         flows = [
             Flow(name=f"{source} {k}", source=source, destination="pe0gpu1.cnic", size_bytes=300_000)
             for source, count in sources
             for k in range(count)
         ]
-        run_streams(network, flows, seconds=0, warm_up_s=0)
-        return total_drops(network), read_counters(network)["pe0.cnic1.write"].data.payload_bytes
+        again = sum(r.retransmitted_bytes for r in run_streams(network, flows, seconds=0, warm_up_s=0).values())
+        return total_drops(network), again, read_counters(network)["pe0.cnic1.write"].data.payload_bytes
 
-    drops, payload = on_network(small_spec(), look)
+    drops, again, payload = on_network(small_spec(), look)
     assert drops == 0
-    assert payload == pytest.approx(12 * 300_000, rel=0.001)
+    assert payload == pytest.approx(12 * 300_000 + again, rel=0.001)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ WINDOW_BYTES = 1 << 17
 _CHUNK_BYTES = 1 << 18
 _CONNECT_S = 5.0
 _STALL_S = 2.0
+_BYTES_RETRANS_OFFSET = 208  # tcpi_bytes_retrans in struct tcp_info
+_TCP_INFO_BYTES = _BYTES_RETRANS_OFFSET + 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +51,21 @@ class FlowResult:
     ``mean_bps`` is payload between the first and the last read by the time between. ``steady_bps`` is the interquartile
     mean of the rates over all thirds of that time: a stall of the host in one place (the processor taken away for some
     milliseconds) moves the mean, not this, and averaging evens out that bytes arrive in super-packets.
+    ``retransmitted_bytes`` crossed the links a second time: TCP's timers take a stall of the host for a loss.
     """
 
     name: str
     total_bytes: int
     mean_bps: float
     steady_bps: float
+    retransmitted_bytes: int
 
 
 class _Tally:
     """What arrived under one name: when and how much so far."""
 
     def __init__(self) -> None:
-        self.total = 0
+        self.total = self.retransmitted = 0
         self.times: list[float] = []
         self.totals: list[int] = []
 
@@ -73,16 +78,15 @@ class _Tally:
     def result(self, name: str) -> FlowResult:
         """The figures so far. The first reading only starts the clock: how long its bytes had been due is unknown."""
         reads = len(self.times)
-        if reads < 2:
-            return FlowResult(name=name, total_bytes=self.total, mean_bps=0.0, steady_bps=0.0)
         span = max(reads // 3, 1)
         rates = sorted(self._rate_bps(i, i + span) for i in range(reads - span))
         middle = rates[len(rates) // 4 : len(rates) - len(rates) // 4]
         return FlowResult(
             name=name,
             total_bytes=self.total,
-            mean_bps=self._rate_bps(0, reads - 1),
-            steady_bps=sum(middle) / len(middle),
+            mean_bps=self._rate_bps(0, reads - 1) if middle else 0.0,
+            steady_bps=sum(middle) / len(middle) if middle else 0.0,
+            retransmitted_bytes=self.retransmitted,
         )
 
     def _rate_bps(self, begin: int, end: int) -> float:
@@ -128,6 +132,12 @@ class _Stream:
         self.tally.total += size
         return size > 0
 
+    def count_retransmissions(self) -> None:
+        """Ask the sender's TCP, while it still exists."""
+        info = self.sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) == _TCP_INFO_BYTES:  # Linux 4.19 or later
+            self.tally.retransmitted += struct.unpack_from("=Q", info, _BYTES_RETRANS_OFFSET)[0]
+
     def stop(self) -> None:
         """Wake the sender's thread, whatever it is blocked in."""
         with suppress(OSError):
@@ -171,6 +181,8 @@ def run_streams(network: Network, flows: Sequence[Flow], *, seconds: float, warm
                 stream.stop()
             for thread in threads:
                 thread.join()
+        for stream in streams:
+            stream.count_retransmissions()
         return {name: tally.result(name) for name, tally in tallies.items()}
     finally:
         for stream in streams:
