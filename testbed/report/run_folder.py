@@ -6,6 +6,7 @@ environment.json      command, seed, versions of Python, kernel and packages, gi
 links.csv             calibration: one line per shaped link
 requests.csv          one line per round and system, times in seconds since its system's first submission
 metrics.json          the contract for tools (docs/contract.md)
+roles.json            final report of every role of every system: event-loop lag, CPU time, memory, queues, disk
 <system>/trace/       one event trace per role, written by the roles themselves
 failure.txt           only if the run did not end valid: why
 ====================  =========================================================================================
@@ -98,6 +99,7 @@ def write_results(folder: Path, summary: Summary, systems: Sequence[SystemView])
     _write_json(folder / "metrics.json", summary.document())
     _write_csv(folder / "links.csv", list(LinkRow.__dataclass_fields__), map(_link_row, summary.links))
     _write_csv(folder / "requests.csv", _REQUEST_COLUMNS, _request_rows(systems))
+    _write_json(folder / "roles.json", {run.system: _reports(run) for run in systems})
     problems = (*summary.failures, *summary.invalid_reasons)
     if problems:
         write_failure(folder, "\n".join(problems))
@@ -115,6 +117,10 @@ def drop_blocks(folder: Path) -> None:
     """Remove what storage servers keep of a run that was cut short."""
     for directory in (folder / "warm", *folder.glob("*/storage")):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _reports(run: SystemView) -> dict[str, object]:
+    return {"host_cpu_share": run.host_cpu_share, "roles": {name: dict(report) for name, report in run.reports.items()}}
 
 
 def _link_row(link: LinkRow) -> tuple[object, ...]:
