@@ -87,13 +87,12 @@ class RoleMachine(Generic[R]):
         try:
             self.on_message(sender, message)
         except PeerError as error:
-            request_id = getattr(message, "request_id", None)
-            record = self.records.get(request_id) if isinstance(request_id, str) else None
-            if record is not None:
+            known = [self.records[r] for r in m.requests_of(message) if r in self.records]
+            for record in known:
                 self.fail(record, "UnexpectedMessage", str(error))
-                return
-            self.strays += 1
-            self.out.actions.extend(report_stray(self.role, sender, message))
+            if not known:
+                self.strays += 1
+                self.out.actions.extend(report_stray(self.role, sender, message))
 
     def _aborted(self, request_id: str) -> None:
         record = self.records.get(request_id)
@@ -224,11 +223,11 @@ def participants(assignment: m.Assignment) -> tuple[str, ...]:
 
 def report_stray(role: str, sender: str, message: m.Message) -> list[Action]:
     """A message that no record here is for. The driver knows whether its request still runs, and ends it by name."""
-    request_id = getattr(message, "request_id", None)
-    if not isinstance(request_id, str) or role == DRIVER:
+    if role == DRIVER:
         return []
     detail = f"{role} has no use for {type(message).__name__} from {sender}"
-    return [Send(DRIVER, m.RequestFailed(request_id, "UnexpectedMessage", role, detail))]
+    failed = (m.RequestFailed(request_id, "UnexpectedMessage", role, detail) for request_id in m.requests_of(message))
+    return [Send(DRIVER, message) for message in failed]
 
 
 def unexpected(role: str, event: Event) -> BugError:

@@ -188,6 +188,7 @@ class DramBuffer(RoleMachine[Held]):
                 held = self.find(message.request_id, "StageBlock")
                 if held is not None and message.key not in held.generated:
                     held.generated.add(message.key)
+                    self.move(held, "StageBlock", held.state)
                     self.stages.append(_Stage(message.request_id, message.key, message.parent))
                     self._pump_stages()
             case m.PrefixReleased():
@@ -301,6 +302,7 @@ class DramBuffer(RoleMachine[Held]):
         if held is None or message.grant.grant_id in held.served:
             return
         held.served.add(message.grant.grant_id)
+        self.move(held, "LoadLayers", _H)
         a = held.assignment
         offset, size = self.params.layout.layer_slice(message.layer_begin, message.layer_end)
         pages = held.pages[message.first_block : message.first_block + message.block_count]
@@ -311,6 +313,7 @@ class DramBuffer(RoleMachine[Held]):
         held = self.find(message.request_id, "OpenLayerWrites")
         if held is None:
             return
+        self.move(held, "OpenLayerWrites", _H)
         if message.chunk not in held.opened:
             held.opened[message.chunk] = self._open_steps(held, message)
         answer = m.LayerWritesOpened(message.request_id, message.chunk, held.opened[message.chunk])

@@ -42,7 +42,10 @@ TABLE = TransitionTable(
             "HbmTaken": (LeaderState.ASSIGNED,),
         },
     },
-    ignored={LeaderState.ASSIGNED: frozenset({"RequestsAssigned"})},
+    ignored={
+        LeaderState.RESERVED: frozenset({"EnginesChosen"}),
+        LeaderState.ASSIGNED: frozenset({"EnginesChosen", "RequestsAssigned"}),
+    },
     patience={LeaderState.RESERVED: 2, LeaderState.ASSIGNED: 20},
 )
 
@@ -92,11 +95,12 @@ class GroupLeader(RoleMachine[_Held]):
         self.out.send(SCHEDULER, report)
 
     def on_message(self, sender: str, message: m.Message) -> None:
-        """Reservations and assignments from the scheduler, releases from engines, finished reads from DRAM."""
+        """Reservations and assignments by the scheduler, releases by engines, finished reads by DRAM."""
         match message:
             case m.EnginesChosen():
                 self.serial = max(self.serial, message.serial)
-                for request_id, engine, tokens in zip(message.request_ids, message.engines, message.tokens, strict=True):
+                reserved = zip(message.request_ids, message.engines, message.tokens, strict=True)
+                for request_id, engine, tokens in reserved:
                     self._reserve(request_id, engine, tokens)
             case m.RequestsAssigned():
                 self.serial = max(self.serial, message.serial)

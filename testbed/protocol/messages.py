@@ -416,3 +416,18 @@ AnyMessage = (
     | RequestFailed
     | AbortRequest
 )
+
+
+def requests_of(message: Message) -> tuple[str, ...]:
+    """The requests that a message is about; none for a hello or a report."""
+    match message:
+        case RequestsAssigned():
+            return tuple(assignment.request_id for assignment in message.assignments)
+        case EnginesChosen():
+            return message.request_ids
+        case AssignPrefill() | AssignDecode() | LoadPrefix() | ReserveBuffer():
+            return (message.assignment.request_id,)
+        case Hello() | FetchRequests():
+            return ()
+    request_id: str = message.request_id  # type: ignore[attr-defined]
+    return (request_id,)

@@ -21,8 +21,8 @@ S = TypeVar("S", bound=enum.Enum)
 class TransitionTable(Generic[S]):
     """``edges[state][event]`` are the allowed next states; ``ignored[state]`` events that change nothing.
 
-    ``patience[state]`` is how many deadlines a request may stay in a state (else one): a state that spans waits of other
-    roles is more patient than they are, so that the one that knows what is missing is the one that reports it.
+    ``patience[state]`` is how many deadlines a request may stay in a state (else one): a state that spans waits of
+    other roles is more patient than they are, so that the one that knows what is missing is the one that reports it.
     """
 
     role: str

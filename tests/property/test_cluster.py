@@ -1,4 +1,4 @@
-"""Random clusters, workloads and interleavings of all five systems: right tokens, nothing left, the paper's step counts.
+"""Random clusters, workloads and interleavings of all systems: right tokens, nothing left, the paper's step counts.
 
 Every example is a LocalWorld run; hypothesis prints the arguments of a failing one, which replay it exactly.
 """

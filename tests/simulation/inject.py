@@ -34,25 +34,13 @@ ROLES = ("scheduler", "index", "driver", "st0", "pe0", "de0", "pe0gpu0", "de1gpu
 
 def _abort(send: mc.Send) -> mc.Action:
     """The receiver alone is told to let go of the request."""
-    return mc.Send(send.to, m.AbortRequest(request_of(send.message), "Injected"))
+    return mc.Send(send.to, m.AbortRequest(m.requests_of(send.message)[0], "Injected"))
 
 
 def _wrong_role(send: mc.Send) -> str:
     """A role of another kind than the one addressed, always the same for a kind of message."""
     others = [role for role in ROLES if role[:2] != send.to[:2] or len(role) != len(send.to)]
     return others[sum(type(send.message).__name__.encode()) % len(others)]
-
-
-def request_of(message: m.Message) -> str:
-    """The request that a message is about (the first, where it is about several)."""
-    match message:
-        case m.RequestsAssigned():
-            return message.assignments[0].request_id
-        case m.EnginesChosen():
-            return message.request_ids[0]
-        case m.AssignPrefill() | m.AssignDecode() | m.LoadPrefix() | m.ReserveBuffer():
-            return message.assignment.request_id
-    return str(message.request_id)  # type: ignore[attr-defined]
 
 
 _ON_MESSAGES: dict[str, Callable[[mc.Send], list[mc.Action | ft.Fault]]] = {

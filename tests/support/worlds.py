@@ -1,4 +1,4 @@
-"""Small clusters and workloads for LocalWorld, and the step counts of the paper to compare what crossed each NIC with."""
+"""Small clusters and workloads for LocalWorld, and the step counts of the paper for what crosses each NIC."""
 
 from __future__ import annotations
 
