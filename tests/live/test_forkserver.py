@@ -217,6 +217,7 @@ async def test_children_die_with_the_supervisor(tmp_path: Path) -> None:
         asyncio.run(main())
     pids = [int(pid) for pid in os.read(reading, 100).split()]
     fds = [os.pidfd_open(pid) for pid in pids]
+    os.kill(pids[1], signal.SIGSTOP)  # one that could not notice by itself
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)  # noqa: ASYNC222 - it has just been killed
     loop = asyncio.get_running_loop()

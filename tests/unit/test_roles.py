@@ -311,6 +311,8 @@ def test_deadlines_do_not_pile_up() -> None:
         deadlines.clear(f"gone{k}")
     assert len(deadlines._heap) < 200
     assert deadlines.take_passed(10_000) == ["same"]
+    deadlines.set("same", 9_999)
+    assert deadlines.take_passed(10_000) == ["same"], "what has passed may be set again"
     assert deadlines.next_ns() is None
 
 
