@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ParamSpec
@@ -18,9 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testbed.errors import TestbedError
+from testbed.cli.blame import explained
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 app = typer.Typer(
@@ -55,28 +53,20 @@ def _guarded(body: Callable[[], int]) -> int:
         code = body()
         sys.stdout.flush()
         return code
-    except TestbedError as error:
-        sentence, code = str(error), error.exit_code
-    except KeyboardInterrupt:
-        sentence, code = "interrupted", INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered has nowhere to go
         return BROKEN_PIPE
-    except Exception as error:
-        sentence, code = f"internal error: {type(error).__name__}: {error} (TESTBED_DEBUG=1 shows where)", 1
-    if os.environ.get("TESTBED_DEBUG") == "1":
-        traceback.print_exc()
-    sys.stderr.write(f"error: {sentence}\n")
-    return code
+    except (Exception, KeyboardInterrupt) as error:
+        sentence, code = explained(error)
+        sys.stderr.write(f"error: {sentence}\n")
+        return code
 
 
 @app.command()
 @_command
 def run(
     scenario: Scenario = "quickstart",
-    systems: Annotated[
-        str, typer.Option(help="Systems to compare, separated by commas.")
-    ] = "",
+    systems: Annotated[str, typer.Option(help="Systems to compare, separated by commas.")] = "",
     seed: Annotated[int | None, typer.Option(help="Seed of everything random; default: the scenario's.")] = None,
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),

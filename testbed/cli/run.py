@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from scenarios.loader import LoadedScenario, load_scenario, name_of, read_scenario
+from testbed.cli.blame import explained
 from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
 from testbed.errors import TestbedError
@@ -23,8 +24,6 @@ from testbed.metrics.expression import check_expression
 from testbed.report import run_folder, tables
 from testbed.runtime.live_run import run_live
 from testbed.runtime.plan import RunPlan
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +54,12 @@ def run(request: RunRequest) -> int:
         out.print(loaded.stands_for, soft_wrap=True)
         out.print(f"Run folder: {folder}", soft_wrap=True)
     try:
-        code = run_in_sandbox(lambda: _run_inside(loaded, folder, quiet=request.quiet))
+        return run_in_sandbox(lambda: _run_inside(loaded, folder, quiet=request.quiet))
     except TestbedError as error:
         run_folder.write_failure(folder, str(error))
         raise
     finally:
         run_folder.drop_blocks(folder)
-    if code == INTERRUPTED:
-        run_folder.write_failure(folder, "interrupted")
-        sys.stderr.write(f"interrupted; what there is of the run is in {folder}\n")
-    return code
 
 
 def prepare(request: RunRequest, folder: Path) -> LoadedScenario:
@@ -96,9 +91,11 @@ def _run_inside(loaded: LoadedScenario, folder: Path, *, quiet: bool) -> int:
             result = run_live(loaded.plan, progress)
         summary = summarise(loaded, result)
         run_folder.write_results(folder, summary, result.systems)
-    except TestbedError as error:
-        run_folder.write_failure(folder, str(error))
-        raise
+    except (Exception, KeyboardInterrupt) as error:
+        sentence, code = explained(error)
+        run_folder.write_failure(folder, sentence)
+        sys.stderr.write(f"error: {sentence}; what there is of the run is in {folder}\n")
+        return code
     if not quiet:
         tables.print_summary(Console(highlight=False), summary)
     for reason in (*summary.failures, *summary.invalid_reasons) if quiet else ():

@@ -128,8 +128,8 @@ def system_metrics(
 
 
 def _gaps(rounds: Sequence[RoundView], ends: Callable[[RoundView], tuple[int, int]]) -> list[float]:
-    """Differences in seconds, of the rounds where both times exist."""
-    return [(b - a) / NS_PER_S for a, b in map(ends, rounds) if a and b]
+    """Differences in seconds, of the rounds that got to the second time (0: never); a world's clock may start at 0."""
+    return [(b - a) / NS_PER_S for a, b in map(ends, rounds) if b]
 
 
 def _ttft_shares(rounds: Sequence[RoundView]) -> dict[str, float]:

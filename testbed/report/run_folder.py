@@ -135,15 +135,20 @@ def _request_rows(systems: Sequence[SystemView]) -> Iterable[tuple[object, ...]]
 
 
 def _request_row(system: str, r: RoundView, begin_ns: int) -> tuple[object, ...]:
-    times = (
-        r.submitted_ns, r.scheduled_ns, r.prefill_started_ns, r.first_token_ns, r.second_token_ns, r.last_token_ns,
+    later = (
+        r.scheduled_ns, r.prefill_started_ns, r.first_token_ns, r.second_token_ns, r.last_token_ns,
         r.completed_ns,
     )  # fmt: skip
     return (
         system, r.agent, r.turn, r.prompt_tokens, r.generate_tokens, r.hit_tokens, r.read_side, r.prefill_engine,
-        r.decode_engine, *(f"{(t - begin_ns) / NS_PER_S:.6f}" if t else "" for t in times), len(r.tokens), r.error,
+        r.decode_engine, _seconds(r.submitted_ns - begin_ns),
+        *(_seconds(t - begin_ns) if t else "" for t in later), len(r.tokens), r.error,
         r.error_detail,
     )  # fmt: skip
+
+
+def _seconds(duration_ns: int) -> str:
+    return f"{duration_ns / NS_PER_S:.6f}"
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -1,0 +1,81 @@
+"""Metrics of the evaluation, against figures computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from testbed.metrics.metrics import Distribution, distribution, snic_use, system_metrics
+from testbed.metrics.summary import PaperUnits
+from tests.support.runs import Run, S, outcome, sample
+
+NODES = ("pe0", "de0")
+
+
+def metrics_of(run: Run, rate_bps: int = 8_000):  # type: ignore[no-untyped-def]
+    return system_metrics(run, kv_bytes_per_token=10, nodes=NODES, snic_rate_bps=rate_bps)
+
+
+def test_a_distribution_interpolates_between_ranks() -> None:
+    d = distribution([4.0, 1.0, 3.0, 2.0])
+    assert (d.mean, d.p50) == (2.5, 2.5) and d.p99 == pytest.approx(3.97)
+    assert distribution([7.0]) == Distribution(mean=7.0, p50=7.0, p99=7.0)
+    assert distribution([]) == Distribution(mean=0.0, p50=0.0, p99=0.0)
+
+
+def test_times_of_a_round() -> None:
+    m = metrics_of(Run(outcomes=[outcome(start_s=2.0), outcome(1, start_s=4.0)]))
+    assert m.jct_s == 12.0  # from the first submission to the last completion
+    assert (m.ttft_s.mean, m.ttst_s.mean, m.tpot_s.mean) == (5.0, 1.0, 3.0)
+    assert m.ttft_shares == pytest.approx({"sched": 0.2, "read": 0.4, "prefill": 0.4})
+
+
+def test_short_generations_have_no_tpot() -> None:
+    one = outcome(generate_tokens=1, second_token_ns=0, tokens={0: 1})
+    two = outcome(1, generate_tokens=2, tokens={0: 1, 1: 2})
+    m = metrics_of(Run(outcomes=[one, two]))
+    assert m.ttst_s.mean == 1.0 and m.tpot_s.mean == 0.0 and m.requests == 2
+
+
+def test_counts_and_bytes_by_path() -> None:
+    rounds = [outcome(), outcome(1, read_side="de", hit_tokens=32), outcome(2, read_side="none", hit_tokens=0)]
+    m = metrics_of(Run(outcomes=rounds, tokens_verified=9))
+    assert m.bytes_by_path == {"pe": 640, "de": 320} and m.requests_by_path == {"pe": 1, "de": 1}
+    assert (m.prompt_tokens, m.hit_tokens, m.hit_rate) == (300, 96, 0.32)
+    assert (m.tokens_emitted, m.tokens_verified) == (9, 9)
+
+
+def test_failed_rounds_are_counted_and_left_out() -> None:
+    m = metrics_of(Run(outcomes=[outcome(), outcome(1, error="Timeout", hit_tokens=1000)]))
+    assert (m.requests, m.failed_requests, m.hit_tokens) == (1, 1, 64)
+    empty = metrics_of(Run())
+    assert (empty.jct_s, empty.hit_rate, empty.requests, empty.snic_plateau_min) == (0.0, 0.0, 0, 0.0)
+
+
+def test_snic_use_over_the_run_and_in_the_plateau() -> None:
+    """The link carries 1,000 bytes/s. pe0 is idle for 10 s, then full for 10 s; de0 carries half; then it is quiet."""
+    carried = ((0, 0, 0), (10, 0, 0), (20, 10_000, 5_000), (40, 10_000, 5_000))
+    samples = [sample(at_s, pe0=pe0, de0=de0) for at_s, pe0, de0 in carried]
+    use = snic_use(samples, NODES, 8_000, 0, 40 * S)
+    assert use["pe0"].run == pytest.approx(0.25) and use["de0"].run == pytest.approx(0.125)
+    assert use["pe0"].plateau == pytest.approx(1.0) and use["de0"].plateau == pytest.approx(0.5)
+
+
+def test_the_plateau_is_of_the_nodes_that_read() -> None:
+    samples = [sample(0, pe0=0, de0=0), sample(10, pe0=9_500, de0=0)]
+    m = metrics_of(Run(outcomes=[outcome()], samples=samples))
+    assert m.snic_plateau_min == pytest.approx(0.95)
+    assert m.snic_utilisation["de0"].plateau == 0.0
+    assert m.read_balance == pytest.approx(2.0)  # one of two carries all
+
+
+def test_use_without_samples_or_traffic_is_zero() -> None:
+    for samples in ([], [sample(0, pe0=5)], [sample(0, pe0=0), sample(9, pe0=0)]):
+        use = snic_use(samples, NODES, 8_000, 0, 9 * S)
+        assert all(u.run == u.plateau == 0.0 for u in use.values())
+
+
+def test_paper_units_divide_by_the_scales() -> None:
+    units = PaperUnits(time=2.0, length=4, bytes=10.0)
+    times = Distribution(mean=8.0, p50=4.0, p99=16.0)
+    assert units.seconds(times) == {"mean": 4.0, "p50": 2.0, "p99": 8.0}
+    assert units.seconds(times, per_token=True) == {"mean": 1.0, "p50": 0.5, "p99": 2.0}
