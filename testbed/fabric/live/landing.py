@@ -45,15 +45,14 @@ class LandingWrite:
         self._tail = memoryview(bytearray(seal_bytes(header.size_bytes, layout)))
         self._tail_have = 0
         self._left = header.size_bytes  # payload that has not come yet
-        runs = merge_pieces(pieces, landing.piece_bytes)
         self._stage: memoryview | None = None
         self._staged = 0
         self._runs: list[memoryview] = []
         self._run = 0
-        if header.size_bytes < SHORT_RUN_BYTES * len(runs):
+        if has_short_runs(pieces, landing.piece_bytes):
             self._stage = memoryview(bytearray(min(header.size_bytes, max(block, _STAGE_BYTES // block * block))))
         else:
-            self._runs = [memory.view[begin:end] for begin, end in runs]
+            self._runs = [memory.view[begin:end] for begin, end in merge_pieces(pieces, landing.piece_bytes)]
 
     def targets(self) -> list[memoryview]:
         """Where the next bytes go, bounded for one system call; the seals follow when the payload fits."""
@@ -137,14 +136,22 @@ class LandingWrite:
         return None
 
 
+def has_short_runs(pieces: Offsets, piece_bytes: int) -> bool:
+    """Whether the contiguous runs of ``pieces`` are so short that staging is cheaper than an I/O vector entry each."""
+    return len(pieces) * piece_bytes < SHORT_RUN_BYTES * (1 + len(_breaks(pieces, piece_bytes)))
+
+
 def merge_pieces(pieces: Offsets, piece_bytes: int) -> list[tuple[int, int]]:
     """Byte ranges ``[begin, end)`` of pieces in order, adjacent ones merged: fewer, longer runs for the kernel."""
-    if len(pieces) == 1:
-        return [(int(pieces[0]), int(pieces[0]) + piece_bytes)]
-    breaks = np.flatnonzero(pieces[1:] != pieces[:-1] + piece_bytes) + 1
+    breaks = _breaks(pieces, piece_bytes)
     begins = pieces[np.concatenate(([0], breaks))]
     ends = pieces[np.concatenate((breaks - 1, [-1]))] + piece_bytes
     return list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def _breaks(pieces: Offsets, piece_bytes: int) -> Offsets:
+    """Numbers of the pieces that do not begin where the one before ends."""
+    return np.flatnonzero(pieces[1:] != pieces[:-1] + piece_bytes) + 1
 
 
 def block_numbers(pieces: Offsets, piece_bytes: int, block: int) -> Offsets:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from testbed.errors import PeerError
-from testbed.fabric.live.landing import SHORT_RUN_BYTES, block_numbers, merge_pieces
+from testbed.fabric.live.landing import block_numbers, has_short_runs, merge_pieces
 from testbed.fabric.live.memory import Memory, Offsets
 from testbed.fabric.live.sockets import NO_MORE_YET, Endpoint, SocketOptions, connecting_socket, describe
 from testbed.fabric.live.wire import AckReader, AckStatus, WriteHeader, pack_header
@@ -244,12 +244,11 @@ def write_buffers(write: Write, pieces: Offsets, memory: Memory) -> Iterator[mem
     ref, size, block = write.ref, len(write.pieces) * write.piece_bytes, memory.layer_block_bytes
     yield memoryview(pack_header(WriteHeader(ref.epoch, ref.grant_id, write.write_id, size)))
     index = block_numbers(pieces, write.piece_bytes, block)
-    runs = merge_pieces(pieces, write.piece_bytes)
-    if size < SHORT_RUN_BYTES * len(runs):
+    if has_short_runs(pieces, write.piece_bytes):
         step = max(1, _STAGE_BYTES // block)
         for at in range(0, len(index), step):
             yield memory.blocks[index[at : at + step]].view(np.uint8).data
     else:
-        for begin, end in runs:
+        for begin, end in merge_pieces(pieces, write.piece_bytes):
             yield memory.view[begin:end]
     yield memory.seals[index].astype("<u8", copy=False).view(np.uint8).data
