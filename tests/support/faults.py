@@ -42,7 +42,7 @@ class LostWrite:
 
 @dataclass(frozen=True, slots=True)
 class MisplacedWrite:
-    """Every piece lands one place further within the landing (a single piece: one Layer Block further, wrapped)."""
+    """Every piece lands one place further within the landing (a single piece: shifted within itself)."""
 
     action: Write
 

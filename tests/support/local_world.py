@@ -326,7 +326,8 @@ class LocalWorld:
         if isinstance(posted, ft.FlippedWrite):
             data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
         if isinstance(posted, ft.MisplacedWrite):
-            data = np.roll(data, landing.piece_bytes if len(landing.pieces) > 1 else lb)
+            within = lb if landing.piece_bytes > lb else lb // 2
+            data = np.roll(data, landing.piece_bytes if len(landing.pieces) > 1 else within)
         for k, piece in enumerate(landing.pieces):
             target.data[piece : piece + landing.piece_bytes] = data[k * landing.piece_bytes :][: landing.piece_bytes]
         landed = np.concatenate([target.data[p : p + landing.piece_bytes] for p in landing.pieces])
