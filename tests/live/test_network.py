@@ -192,6 +192,18 @@ def test_a_link_shaped_wrongly_at_one_end_is_measured(port: str, factor: float) 
 
 
 @pytest.mark.live
+def test_a_link_that_nothing_can_saturate_is_read_back_and_says_so() -> None:
+    def look(network: Network) -> dict[str, tuple[str, bool]]:
+        link_control.set_rate(network, "pe0.dram", 950_000_000)
+        return {m.name: (m.method, m.ok) for m in calibrate(network, most_bps=MOST_BPS, most_s=0)}
+
+    found = on_network(small_spec(gpus=1), look)
+    assert found["pe0.dram"] == ("readback", False)
+    assert found["de0.dram"] == ("readback", True)
+    assert found["pe0.snic.rx"][0] == found["pe0gpu0.pcie.tx"][0] == "measured"
+
+
+@pytest.mark.live
 @pytest.mark.parametrize(
     ("spoil", "needle"),
     [
