@@ -262,9 +262,7 @@ class CentralScheduler(RoleMachine[_Request]):
         return chosen
 
     def _private_tokens(self, group: str) -> int:
-        return sum(
-            self._waiting(self.records[r]).total_tokens for r in self.private[group] if r in self.records
-        )
+        return sum(self._waiting(self.records[r]).total_tokens for r in self.private[group] if r in self.records)
 
     # --- assignment ----------------------------------------------------------------------------------------------
 

@@ -82,12 +82,12 @@ def describe_roles(
             roles.append(_engine(engine, group.kind, plan, system, params, cost))
         roles.append(
             RoleDescription(
-                name=group.leader, host=group.engines[0], make=lambda group=group: GroupLeader(group, params)  # type: ignore[misc]
+                name=group.leader,
+                host=group.engines[0],
+                make=lambda group=group: GroupLeader(group, params),  # type: ignore[misc]
             )
         )
-    roles.append(
-        RoleDescription(name=DRIVER, host=central_host, make=lambda: AgentDriver(scripts, starts_ns, params))
-    )
+    roles.append(RoleDescription(name=DRIVER, host=central_host, make=lambda: AgentDriver(scripts, starts_ns, params)))
     return roles
 
 

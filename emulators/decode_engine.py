@@ -68,9 +68,7 @@ TABLE = TransitionTable(
         _D: {"Stepped": (_D, _N), "StageOpened": (_D,), "BlockSettled": (_D,), "BlockCopied": (_D,)},
         _N: {"StageOpened": (_N,), "BlockSettled": (_N,), "BlockCopied": (_N,), "AllSettled": (_X,)},
     },
-    ignored={
-        state: frozenset({"AssignDecode", "PromptBuffered", "PrefillFinished"}) for state in (_W, _L, _D, _N)
-    }
+    ignored={state: frozenset({"AssignDecode", "PromptBuffered", "PrefillFinished"}) for state in (_W, _L, _D, _N)}
     | {_P: frozenset({"AssignDecode"})},
     patience={_P: 8, _N: 2},
 )
@@ -99,9 +97,7 @@ class DecodeEngine(RoleMachine[_Sequence]):
 
     table = TABLE  # type: ignore[assignment]
 
-    def __init__(
-        self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel
-    ) -> None:
+    def __init__(self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel) -> None:
         super().__init__(engine, params)
         self.leader = leader
         self.system = system

@@ -126,9 +126,7 @@ class PrefillEngine(RoleMachine[_Prompt]):
 
     table = TABLE  # type: ignore[assignment]
 
-    def __init__(
-        self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel
-    ) -> None:
+    def __init__(self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel) -> None:
         super().__init__(engine, params)
         self.leader = leader
         self.system = system
@@ -151,7 +149,7 @@ class PrefillEngine(RoleMachine[_Prompt]):
             case m.AssignPrefill():
                 self._admit(message.assignment)
                 self.replay_early(message.assignment.request_id)
-            case (m.BufferReserved() | m.PrefixLoaded()) if self.hold_if_early(sender, message.request_id, message):
+            case m.BufferReserved() | m.PrefixLoaded() if self.hold_if_early(sender, message.request_id, message):
                 pass
             case m.BufferReserved():
                 if (prompt := self.find(message.request_id, "BufferReserved")) is not None:

@@ -110,8 +110,6 @@ SYSTEMS: dict[str, SystemConfig] = {
             name="dual-path-rr", title="+ dual path", layerwise=True, side_policy="round_robin", balanced=False
         ),
         SystemConfig(name="dualpath", title="DualPath", layerwise=True, side_policy="shorter_queue", balanced=True),
-        SystemConfig(
-            name="oracle", title="Oracle", layerwise=True, side_policy="pe", balanced=True, moves_kv=False
-        ),
+        SystemConfig(name="oracle", title="Oracle", layerwise=True, side_policy="pe", balanced=True, moves_kv=False),
     )
 }

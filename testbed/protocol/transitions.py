@@ -44,7 +44,7 @@ class TransitionTable(Generic[S]):
         return tuple(sorted(names))
 
     def verdict(self, state: S, event: str) -> str:
-        """"accept", "ignore" or "refuse"."""
+        """One of "accept", "ignore" and "refuse"."""
         if event in self.edges.get(state, {}):
             return "accept"
         return "ignore" if event in self.ignored.get(state, frozenset()) else "refuse"
