@@ -77,8 +77,7 @@ class RoleMachine(Generic[R]):
     def _deadline_passed(self, record: R) -> None:
         if self.now_ns < record.deadline_ns:  # renewed while this one was on its way here
             return
-        error = f"{type(self).__name__}{_camel(record.state.name)}TimedOut"
-        self.fail(record, error, "the deadline of this state passed")
+        self.fail(record, timeout_error(type(self), record.state), "the deadline of this state passed")
 
     def _receive(self, sender: str, message: m.Message) -> None:
         if isinstance(message, m.AbortRequest):
@@ -235,5 +234,6 @@ def unexpected(role: str, event: Event) -> BugError:
     return BugError(f"{role}: {type(event).__name__} is not for this kind of role")
 
 
-def _camel(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
+def timeout_error(machine: type[RoleMachine[R]], state: enum.Enum) -> str:
+    """Name of the error that a deadline in a state ends in: ``DramBufferReadingTimedOut``."""
+    return machine.__name__ + "".join(part.capitalize() for part in state.name.split("_")) + "TimedOut"
