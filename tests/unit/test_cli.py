@@ -78,7 +78,7 @@ def test_lists_scales_and_trees() -> None:
     listed = testbed("list")
     assert listed.code == 0 and all(name in listed.out for name in ("quickstart", "2p4d", "dual-path-rr", "ds-660b"))
     assert "400 Gbit/s" in testbed("scale", "quickstart").out
-    tree = testbed("topo", "1p2d", "--set", "cluster.gpus_per_node=2").out
+    tree = testbed("topo", "1p2d", "--set", "cluster.gpus_per_node=2", "--set", "scale.bandwidth=8000").out
     assert "de1gpu1 behind de1.cnic1, 50 Mbit/s" in tree and "de1gpu2" not in tree
     assert "pe1gpu7" in testbed("topo", "two-pe-four-de").out
 

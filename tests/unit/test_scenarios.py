@@ -15,6 +15,11 @@ from testbed.models.hardware import alpha_tokens, kv_dram_bytes_per_node
 from testbed.models.model import DS_27B
 
 RUN_DIR = Path("nowhere")
+PINNED = (
+    "scale.bandwidth=8000", "scale.time=1.524", "scale.length=16", "scale.agents=32", "workload.agents=48",
+    "workload.start_turn=3", "workload.max_turns=8", "protocol.block_tokens=512", "gpu.speedup=8",
+)  # fmt: skip
+"""Figures of quickstart that tests count on, whatever it is tuned to."""
 SHIPPED = {"quickstart", "one-pe-two-de", "two-pe-one-de", "two-pe-four-de", "swe-agent", "ablation"}
 TRAJECTORY = """{"history": [{"role": "user", "content": "fix the bug please"},
  {"role": "assistant", "content": "let me look at it"}, {"role": "user", "content": "a file"},
@@ -24,7 +29,8 @@ TRAJECTORY = """{"history": [{"role": "user", "content": "fix the bug please"},
 def load(
     *overrides: str, name: str = "quickstart", systems: Sequence[str] = (), seed: int | None = None
 ) -> LoadedScenario:
-    return load_scenario(name, overrides=overrides, systems=systems, seed=seed, run_dir=RUN_DIR)
+    pinned = PINNED if name == "quickstart" else ()
+    return load_scenario(name, overrides=(*pinned, *overrides), systems=systems, seed=seed, run_dir=RUN_DIR)
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
