@@ -72,7 +72,7 @@ async def _run_system(
     run_dir = plan.run_dir / system.name
     storage = run_dir / "storage"
     place(warm, plan.roles.storage, plan.params.replicas, storage)
-    specs = _role_specs(plan, system, network, storage, warm)
+    specs = role_specs(plan, system, network, storage, warm)
     run_dir.mkdir(parents=True, exist_ok=True)
     rounds = sum(script.turns for script in plan.scripts)
     outcomes: list[Outcome] = []
@@ -127,7 +127,7 @@ async def _next(group: RoleGroup, sampler: asyncio.Task[None]) -> tuple[str, obj
 # --- roles ---------------------------------------------------------------------------------------------------------
 
 
-def _role_specs(
+def role_specs(
     plan: RunPlan, system: SystemConfig, network: Network, storage: Path, warm: WarmBlocks
 ) -> list[RoleSpec]:
     params = params_for(system, plan.params)

@@ -13,7 +13,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 
 from testbed.fabric.live.dataplane import DataPlane
 from testbed.fabric.live.memory import Memory
-from testbed.fabric.live.sockets import SocketOptions
+from testbed.fabric.live.sockets import Endpoint, SocketOptions
 from testbed.protocol.grants import GrantIssuer, GrantRef, GrantTable, Landing
 from testbed.protocol.layout import BlockLayout, seal_pieces
 from testbed.protocol.machine import Event, Write, WriteCompleted, WriteLanded
@@ -42,7 +42,11 @@ class LoopbackEndpoint:
     device: str | None = None
 
 
-ENDPOINTS = {"a": LoopbackEndpoint("a", SOURCE), "b": LoopbackEndpoint("b", DESTINATION)}
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "a": LoopbackEndpoint("a", SOURCE),
+    "b": LoopbackEndpoint("b", DESTINATION),
+}
+WIDE = SocketOptions(receive_buffer_bytes=2 * 1024 * 1024, send_buffer_bytes=2 * 1024 * 1024)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,9 @@ def fill(case: Case, memory: Memory) -> None:
             memory.seals[at // block : at // block + case.piece_layers] = seals
 
 
-async def destination(case: Case, line: socket.socket) -> None:
+async def destination(
+    case: Case, line: socket.socket, endpoints: Mapping[str, Endpoint] = ENDPOINTS, options: SocketOptions = WIDE
+) -> None:
     """Opens ``depth`` grants and a new one for every write that landed."""
     memory, grants, issuer = Memory(case.memory_bytes, case.layout), GrantTable(), GrantIssuer()
     opened: dict[int, int] = {}
@@ -106,9 +112,8 @@ async def destination(case: Case, line: socket.socket) -> None:
         assert isinstance(event, WriteLanded), event
         grant(opened.pop(event.grant_id))
 
-    options = SocketOptions(receive_buffer_bytes=2 * 1024 * 1024, send_buffer_bytes=2 * 1024 * 1024)
-    plane = DataPlane("b", case.layout, memory, grants, ENDPOINTS, deliver, options=options)
-    plane.listen(ENDPOINTS["b"])
+    plane = DataPlane("b", case.layout, memory, grants, endpoints, deliver, options=options)
+    plane.listen(endpoints["b"])
     for write in range(case.depth):
         grant(write)
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -119,7 +124,9 @@ async def destination(case: Case, line: socket.socket) -> None:
     line.send(f"{user:.3f} {system:.3f}".encode())
 
 
-async def source(case: Case) -> tuple[float, float]:
+async def source(
+    case: Case, endpoints: Mapping[str, Endpoint] = ENDPOINTS, options: SocketOptions = WIDE
+) -> tuple[float, float]:
     """Result: bytes per second, CPU seconds per GB."""
     memory = Memory(case.memory_bytes, case.layout)
     fill(case, memory)
@@ -141,8 +148,7 @@ async def source(case: Case) -> tuple[float, float]:
         elif not done.done():
             done.set_result(None)
 
-    options = SocketOptions(receive_buffer_bytes=2 * 1024 * 1024, send_buffer_bytes=2 * 1024 * 1024)
-    plane = DataPlane("a", case.layout, memory, GrantTable(), ENDPOINTS, deliver, options=options, log=str)
+    plane = DataPlane("a", case.layout, memory, GrantTable(), endpoints, deliver, options=options, log=str)
     begin, cpu = time.perf_counter(), time.process_time()
     end = begin + case.seconds
     for _ in range(case.depth):
