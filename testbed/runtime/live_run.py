@@ -130,6 +130,7 @@ async def _next(group: RoleGroup, sampler: asyncio.Task[None]) -> tuple[str, obj
 def role_specs(
     plan: RunPlan, system: SystemConfig, network: Network, storage: Path, warm: WarmBlocks
 ) -> list[RoleSpec]:
+    """The processes of a system: every role of the cluster in the namespace of its host."""
     params = params_for(system, plan.params)
     descriptions = describe_roles(
         plan.roles,

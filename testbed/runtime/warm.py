@@ -67,7 +67,7 @@ async def _write(
     memory = Memory(longest * layout.full_block_bytes, layout)
     pages = tuple(k * layout.full_block_bytes for k in range(longest))
     device = KvDevice(layout, vocab_size, memory.data, memory.seals, materialise=True)
-    store = BlockStore(directory, layout, memory)
+    store = BlockStore(directory, layout, memory, durable=False)  # made anew for every run: no need to sync
     try:
         for done, prefix in enumerate(prefixes):
             progress(done / len(prefixes))

@@ -1,8 +1,8 @@
 """A whole 2P4D cluster with 8 GPUs per node: how fast it stands, and what it costs to do nothing.
 
-Run: ``python -m tests.bench.bench_cluster``. Network built and all role processes ready (targets 2 s and 5 s in all on 2
-idle cores), teardown (1 s), CPU of the idle cluster (10 % of one core), private memory of a role (25 MB). The reference
-for the network is ``bench_network``'s; for processes it is as many bare Python interpreters, one after the other.
+Run: ``python -m tests.bench.bench_cluster``. Network built and all role processes ready (targets 2 s and 5 s in all on
+2 idle cores), teardown (1 s), CPU of the idle cluster (10 % of one core), private memory of a role (25 MB). The
+reference for the network is ``bench_network``'s; for processes it is ten bare interpreters, one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from testbed.runtime.live_run import role_specs
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.warm import WarmBlocks
 
-TARGETS = {"network s": 2.0, "ready s": 5.0, "teardown s": 1.0, "idle share of a core": 0.10, "private MB of a role": 25.0}
+TARGETS = {
+    "network s": 2.0,
+    "ready s": 5.0,
+    "teardown s": 1.0,
+    "idle share of a core": 0.10,
+    "private MB of a role": 25.0,
+}
 IDLE_S = 5.0
 
 
@@ -51,7 +57,8 @@ def measure(plan: RunPlan) -> int:
 
 
 async def _roles(plan: RunPlan, network: Network, begin: float) -> dict[str, float]:
-    specs = role_specs(plan, plan.systems[-1], network, plan.run_dir / "storage", WarmBlocks(entries=(), directory=plan.run_dir))
+    nothing = WarmBlocks(entries=(), directory=plan.run_dir)
+    specs = role_specs(plan, plan.systems[-1], network, plan.run_dir / "storage", nothing)
     async with RoleGroup(specs, plan.run_dir) as group:
         await group.ready()
         ready_s = time.perf_counter() - begin

@@ -1,8 +1,8 @@
-"""What DualPath gains where storage is the limit: the shipped 1P1D and 1P2D scenarios, judged as a user would see them.
+"""What DualPath gains where storage is the limit: the shipped 1P1D and 1P2D scenarios, judged as a user sees them.
 
-Run: ``python -m tests.bench.bench_ratio``. Nothing is subtracted: JCT of Basic over JCT of DualPath, at least 0.9 of the
-ideal (the number of SNICs that read), and the SNICs at least 90 % busy in the plateau. These are the scenarios' own
-expectations; here they must hold.
+Run: ``python -m tests.bench.bench_ratio``. Nothing is subtracted: JCT of Basic over JCT of DualPath, at least 0.9 of
+the ideal (the number of SNICs that read), and the SNICs at least 90 % busy in the plateau. These are the scenarios'
+own expectations; here they must hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def judged(scenario: str) -> bool:
         metrics = json.loads(file.read_text(encoding="utf-8"))
     for verdict in metrics["verdicts"]:
         print(f"{scenario}: {verdict['expectation']}: {verdict['measured']:.3f}", flush=True)
-    print(f"{scenario}: {'valid' if code == 0 else '; '.join(metrics['invalid_reasons']) or f'exit code {code}'}", flush=True)
+    outcome = "valid" if code == 0 else "; ".join(metrics["invalid_reasons"]) or f"exit code {code}"
+    print(f"{scenario}: {outcome}", flush=True)
     return code == 0 and all(verdict["holds"] for verdict in metrics["verdicts"])
 
 
