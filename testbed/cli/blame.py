@@ -15,8 +15,23 @@ def explained(error: BaseException) -> tuple[str, int]:
     if os.environ.get("TESTBED_DEBUG") == "1":
         traceback.print_exc()
     if isinstance(error, TestbedError):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", INTERRUPTED
-    sentence = f"internal error: {type(error).__name__}: {error} (TESTBED_DEBUG=1 shows where)"
-    return " ".join(sentence.split()), RunFailedError.exit_code
+        return sentence_for(error), error.exit_code
+    return sentence_for(error), INTERRUPTED if _interrupted(error) else RunFailedError.exit_code
+
+
+def sentence_for(error: BaseException) -> str:
+    """One sentence."""
+    if isinstance(error, TestbedError):
+        return str(error)
+    if _interrupted(error):
+        return "interrupted"
+    return " ".join(f"internal error: {type(error).__name__}: {error} (TESTBED_DEBUG=1 shows where)".split())
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: code that is interrupted often fails in its clean-up, and that is what arrives."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -6,24 +6,28 @@ terminal, so nothing has to travel back but the exit code.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
 from scenarios.loader import LoadedScenario, load_scenario, name_of, read_scenario
-from testbed.cli.blame import explained
+from testbed.cli.blame import INTERRUPTED, explained, sentence_for
+from testbed.cli.janitor import cleaning_up
 from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
-from testbed.errors import TestbedError
 from testbed.fabric.live.sandbox import run_in_sandbox
 from testbed.metrics.expression import check_expression
 from testbed.report import run_folder, tables
 from testbed.runtime.live_run import run_live
 from testbed.runtime.plan import RunPlan
+
+_SIGNALLED = 128
+"""Exit codes above: killed by the signal of the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,26 +48,34 @@ def run(request: RunRequest) -> int:
     Raises:
         TestbedError: the input cannot be run, or the host cannot run it; nothing has been started then.
     """
-    prepare(request, Path("unmade"))  # all faults of the input, before anything is left on the disk
+    loaded = prepare(request)  # all faults of the input, before anything is left on the disk
     folder = run_folder.create(request.out, name_of(request.scenario), datetime.now())
-    loaded = prepare(request, folder)
+    loaded = replace(loaded, plan=replace(loaded.plan, run_dir=folder))
+    with cleaning_up(folder):
+        try:
+            code = _run_in(folder, loaded, quiet=request.quiet)
+        except BaseException as error:
+            run_folder.write_failure(folder, sentence_for(error))
+            raise
+    if code > _SIGNALLED and code != INTERRUPTED:  # of an interruption the child has told
+        sentence = f"ended by {signal.Signals(code - _SIGNALLED).name}"
+        run_folder.write_failure(folder, sentence)
+        sys.stderr.write(f"error: {sentence}; what there is of the run is in {folder}\n")
+    return code
+
+
+def _run_in(folder: Path, loaded: LoadedScenario, *, quiet: bool) -> int:
     run_folder.check_space(folder, stored_bytes(loaded.plan))
     run_folder.write_configuration(folder, loaded.resolved, sys.argv)
-    if not request.quiet:
+    if not quiet:
         out = Console(highlight=False)
         out.print(loaded.stands_for, soft_wrap=True)
         out.print(f"Run folder: {folder}", soft_wrap=True)
-    try:
-        return run_in_sandbox(lambda: _run_inside(loaded, folder, quiet=request.quiet))
-    except TestbedError as error:
-        run_folder.write_failure(folder, str(error))
-        raise
-    finally:
-        run_folder.drop_blocks(folder)
+    return run_in_sandbox(lambda: _run_inside(loaded, folder, quiet=quiet))
 
 
-def prepare(request: RunRequest, folder: Path) -> LoadedScenario:
-    """Load the scenario and check its expectations.
+def prepare(request: RunRequest) -> LoadedScenario:
+    """Load the scenario, for a folder that is still to be made, and check its expectations.
 
     Raises:
         ConfigError: anything wrong with the input.
@@ -71,7 +83,7 @@ def prepare(request: RunRequest, folder: Path) -> LoadedScenario:
     for expectation in read_scenario(request.scenario, request.overrides).expect:
         check_expression(expectation.metric)
     return load_scenario(
-        request.scenario, overrides=request.overrides, systems=request.systems, seed=request.seed, run_dir=folder
+        request.scenario, overrides=request.overrides, systems=request.systems, seed=request.seed, run_dir=Path()
     )
 
 

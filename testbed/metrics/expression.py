@@ -114,7 +114,7 @@ def _check(tree: ast.expr, text: str) -> None:
 
 
 def _is_function_call(node: ast.Call) -> bool:
-    if not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords:
+    if not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS:
         return False
     return len(node.args) == 2 if node.func.id == "ratio" else bool(node.args)
 

@@ -113,10 +113,11 @@ def write_failure(folder: Path, reason: str) -> None:
         sys.stderr.write(f"{folder}: the reason could not be written ({error.strerror}).\n")
 
 
-def drop_blocks(folder: Path) -> None:
-    """Remove what storage servers keep of a run that was cut short."""
+def drop_blocks(folder: Path) -> bool:
+    """Remove what storage servers keep of a run that was cut short; whether all of it is gone."""
     for directory in (folder / "warm", *folder.glob("*/storage")):
         shutil.rmtree(directory, ignore_errors=True)
+    return not (folder / "warm").exists() and not any(folder.glob("*/storage"))
 
 
 def _reports(run: SystemView) -> dict[str, object]:

@@ -181,7 +181,7 @@ def test_a_run_that_ends_badly_says_why(
 
 
 def test_the_space_a_run_needs_covers_what_it_stores() -> None:
-    plan = run_module.prepare(run_module.RunRequest(scenario="quickstart"), Path("x")).plan
+    plan = run_module.prepare(run_module.RunRequest(scenario="quickstart")).plan
     layout = plan.params.layout
     longest = max(script.trajectory.total_tokens for script in plan.scripts)
     assert stored_bytes(plan) > 2 * layout.full_blocks(longest) * layout.full_block_bytes

@@ -77,7 +77,7 @@ def test_overrides_are_typed_by_the_schema() -> None:
     )
     assert scenario.scale.bandwidth == 8000.0 and scenario.systems == ("basic", "oracle")
     assert scenario.protocol.quota_scope == "layer"
-    assert load("seed=4").plan.seed == 4
+    assert load("seed=4").plan.seed == 4 and load("seed=4", seed=0).plan.seed == 0
     assert load("seed=4", seed=7, systems=["oracle"]).plan.seed == 7
     assert [s.name for s in load(systems=["oracle"]).plan.systems] == ["oracle"]
     assert load("cluster.s=0.5").plan.cluster.s == 0.5
