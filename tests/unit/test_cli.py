@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,3 +188,20 @@ def test_the_space_a_run_needs_covers_what_it_stores() -> None:
     layout = plan.params.layout
     longest = max(script.trajectory.total_tokens for script in plan.scripts)
     assert stored_bytes(plan) > 2 * layout.full_blocks(longest) * layout.full_block_bytes
+
+
+def test_a_killed_supervisor_leaves_no_blocks(tmp_path: Path) -> None:
+    storage = tmp_path / "basic" / "storage" / "st0"
+    storage.mkdir(parents=True)
+    (storage / "block.kv").write_text("kv")
+    code = f"""
+import os, pathlib
+from testbed.cli.janitor import cleaning_up
+with cleaning_up(pathlib.Path({str(tmp_path)!r})):
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    deadline = time.monotonic() + 10
+    while (tmp_path / "basic" / "storage").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not (tmp_path / "basic" / "storage").exists() and (tmp_path / "failure.txt").read_text() == "killed\n"
