@@ -66,7 +66,6 @@ class StorageServer:
         self.sending: dict[int, _Task] = {}  # write -> task
         self.receiving: dict[int, _Task] = {}  # open grant -> task
         self.storing: dict[int, _Task] = {}  # page -> task
-        self.store_failures: list[str] = []
         self.strays = 0
         self._next_write = 0
         self._now_ns = 0
@@ -96,7 +95,6 @@ class StorageServer:
                 task = self._stored(event.page)
                 self.out.send(task.peer, m.BlockStored(task.message.request_id, task.message.key))
             case StoreFailed():
-                self.store_failures.append(event.reason)
                 task = self._stored(event.page)
                 self.out.send(task.peer, m.BlockNotStored(task.message.request_id, task.message.key, event.reason))
             case DeadlinePassed():

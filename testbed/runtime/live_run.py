@@ -16,7 +16,7 @@ import msgspec
 
 from emulators.agent_driver import AgentDriver, Outcome
 from emulators.cluster import RoleDescription, describe_roles, params_for
-from testbed.errors import RunFailedError
+from testbed.errors import HostError, RunFailedError
 from testbed.fabric.live.blockstore import BlockStore
 from testbed.fabric.live.calibrate import calibrate
 from testbed.fabric.live.counters import LinkCounter, read_counters
@@ -101,6 +101,7 @@ async def _run_system(
         samples.append(_snic_sample(after, before))
         reports = await group.stop()
     shutil.rmtree(storage, ignore_errors=True)
+    _check_disks(reports)
     return SystemRun(
         system=system.name,
         started_ns=started_ns,
@@ -111,6 +112,21 @@ async def _run_system(
         reports={name: report for name, report in reports.items() if isinstance(report, dict)},
         host_cpu_share=_cpu_share(cpu_before, cpu_after),
     )
+
+
+def _check_disks(reports: Mapping[str, object]) -> None:
+    """A block that cannot be stored costs a hit, not the run; but a host whose disk fails measures nothing.
+
+    Raises:
+        HostError: naming the server and what its disk said.
+    """
+    for name, report in reports.items():
+        disk = report.get("disk") if isinstance(report, dict) else None
+        if isinstance(disk, dict) and disk["stores_failed"]:
+            raise HostError(
+                f"{name} could not store {disk['stores_failed']} blocks ({disk['last_failure'].rstrip('.')}): "
+                "free some space, or choose another disk with --out."
+            )
 
 
 async def _next(group: RoleGroup, sampler: asyncio.Task[None]) -> tuple[str, object]:

@@ -21,7 +21,6 @@ LASTING = {
     "starts_ns": "the input",
     "group_tokens": "a figure per group",
     "read_queues": "a figure per node",
-    "store_failures": "a report",
     "_turn": "a figure per kind",
     "_serials": "a figure per group",
     "_told": "what the leaders' next reports will include",

@@ -57,6 +57,7 @@ class DiskCounters:
     device_read_bytes: int = 0
     torn_removed: int = 0
     method: str = ""
+    last_failure: str = ""
 
 
 class BlockStore:
@@ -133,8 +134,9 @@ class BlockStore:
         """
         try:
             await self._submit(self._store, key, offset)
-        except HostError:
+        except HostError as error:
             self._counters.stores_failed += 1
+            self._counters.last_failure = str(error)
             raise
         self._counters.blocks_stored += 1
 
