@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from emulators.cluster import params_for
 from scenarios.loader import LoadedScenario
 from scenarios.schema import Expectation
+from testbed.fabric.live.blockstore import NO_DEVICE
 from testbed.fabric.live.wire import HEADER_BYTES, SEAL_BYTES
 from testbed.metrics.ledger import LedgerEntry, ServedBy, WireCosts, expected_traffic, settle
 from testbed.metrics.metrics import system_metrics
@@ -77,7 +78,23 @@ def _ledger(plan: RunPlan, system: SystemConfig, run: SystemRun) -> Sequence[Led
         moves_kv=system.moves_kv,
         wire=WireCosts(header_bytes=HEADER_BYTES, seal_bytes=SEAL_BYTES),
     )
-    return settle(run.system, expected_traffic(run.outcomes, how), run.counters, params.layout)
+    traffic = settle(run.system, expected_traffic(run.outcomes, how), run.counters, params.layout)
+    return [*traffic, *_disk_reads(run)]
+
+
+def _disk_reads(run: SystemRun) -> Sequence[LedgerEntry]:
+    """Bytes of blocks served by storage servers against what the kernel fetched from a device for them: a block that
+    came from the page cache is missing there. Left out where storage lies in memory and there is no device.
+    """
+    disks = [d for report in run.reports.values() if isinstance(d := report.get("disk"), dict)]
+    if not disks or any(disk["method"] == NO_DEVICE for disk in disks):
+        return []
+    served, fetched = (sum(disk[key] for disk in disks) for key in ("bytes_served", "device_read_bytes"))
+    error = (fetched - served) / served if served else 0.0
+    entry = LedgerEntry(
+        system=run.system, resource="st.disk", expected_bytes=served, measured_bytes=fetched, error=error
+    )
+    return [entry]
 
 
 def _link_row(link: object) -> LinkRow:
