@@ -19,7 +19,7 @@ from tests.support.local_world import ListScript, LocalWorld
 from tests.support.worlds import cluster, expected_bytes, seen_bytes, small_params
 
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # worlds are slow to shrink, and easy to read as they are

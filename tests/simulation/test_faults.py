@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,7 @@ from emulators.dram_buffer import DramBuffer
 from testbed.protocol import machine as mc
 from testbed.protocol import messages as m
 from testbed.protocol.params import SYSTEMS
-from tests.simulation.inject import HOPS, KINDS, MESSAGE_KINDS, FaultRun, errors_of
+from tests.simulation.inject import AGENTS, HOPS, KINDS, MESSAGE_KINDS, TURNS, FaultRun, errors_of
 from tests.support import faults as ft
 
 NAMED = re.compile(
@@ -60,6 +61,18 @@ def test_message(what: str, kind: str) -> None:
     if what in ("duplicate", "repeat-late"):
         harmless = {"BlockUnreadable"} if cause.startswith("unreadable") else set()
         assert errors(case) == harmless
+        if not cause:
+            _check_hits(case)
+
+
+def _check_hits(case: FaultRun) -> None:
+    """Nothing was given up on the way to storage: every turn hits all full blocks of the one before."""
+    block = case.world.layout.block_tokens
+    for agent in range(AGENTS):
+        rounds = [o for o in case.world.driver.outcomes if o.agent == agent]
+        assert len(rounds) == len(TURNS)
+        for before, after in pairwise(rounds):
+            assert after.hit_tokens == (before.prompt_tokens + before.generate_tokens - 1) // block * block
 
 
 @pytest.mark.parametrize("what", ["delay", "reorder", "misroute", "abort-first"])

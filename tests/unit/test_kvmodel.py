@@ -148,6 +148,13 @@ def test_hits_and_recomputation_are_the_same_bytes(hits: int) -> None:
     assert loaded.buffer[: 3 * FB].tolist() == computed.buffer[: 3 * FB].tolist()
 
 
+def test_unfilled_places_of_a_tail_hold_nothing_of_others() -> None:
+    bench = _Bench()  # its HBM is full of 0xAA
+    bench.prefill(PROMPT)
+    tail = LAYOUT.view(bench.buffer[2 * FB : 3 * FB])
+    assert tail[:, :2].any(axis=(1, 2)).all() and not tail[:, 2:].any()
+
+
 def test_turns_append_to_the_same_context() -> None:
     model = ReferenceModel(LAYOUT, VOCAB)
     first = model.generate(PROMPT[:4], 3)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from emulators.agent_driver import AgentDriver
 from emulators.central_scheduler import CentralScheduler
+from emulators.decode_engine import DecodeEngine
 from emulators.dram_buffer import DramBuffer
+from emulators.group_leader import GroupLeader
 from emulators.kv_index import KvIndex
 from emulators.prefill_engine import PrefillEngine
 from emulators.storage_server import StorageServer
@@ -73,6 +76,46 @@ def test_reads_assigned_since_a_report_count_in_the_next_side_decision() -> None
     assert scheduler.read_queues["pe0"] == 0  # the leader knows them, and says that they are read
 
 
+def test_a_request_given_up_half_chosen_is_uncounted_at_its_leader() -> None:
+    scheduler = _scheduler()
+    _submit(scheduler, "r0", 8)
+    scheduler.handle(_report(PE.name, serial=0), 2)
+    actions = scheduler.handle(mc.DeadlinePassed("r0"), scheduler.records["r0"].deadline_ns)
+    assert [a.to for a in actions if isinstance(a, mc.Send) and isinstance(a.message, m.AbortRequest)] == [PE.leader]
+    assert scheduler.handle(_report(DE.name, serial=0), 3) == []
+
+
+def test_leader_reports_what_its_engines_and_nodes_have_left() -> None:
+    params = small_params()
+    leader, capacity = GroupLeader(DE, params), params.de_hbm_pages * TINY.block_tokens
+    half, whole = _assignment("r1", 12), _assignment("r2", 8)
+    whole = msgspec.structs.replace(whole, hit_blocks=1, read_side="de")
+
+    def report() -> tuple[int, int, int, int, int]:
+        (fetch,) = _sent(leader.handle(mc.DeadlinePassed("fetch"), 1), m.FetchRequests)
+        assert isinstance(fetch, m.FetchRequests)
+        (load,) = fetch.engines
+        return fetch.serial, load.sequences, load.tokens, capacity - load.free_hbm_tokens, fetch.read_queues["de0"]
+
+    def told(message: m.Message) -> None:
+        leader.handle(mc.Received("x", message), 1)
+
+    assert report() == (0, 0, 0, 0, 0)
+    told(m.EnginesChosen(1, ("r1",), ("de0gpu0",), (14,)))
+    assert report() == (1, 1, 14, 0, 0)
+    told(m.RequestsAssigned(2, (whole,)))
+    assert report() == (2, 2, 14 + 10, 0, 4)
+    told(m.RequestsAssigned(3, (half,)))
+    told(m.HbmTaken("r2", 12))
+    assert report() == (3, 2, 14 + 10, 12, 4)
+    told(m.ReadFinished("r2", "de0"))
+    assert report() == (3, 2, 14 + 10, 12, 0)
+    told(m.RequestReleased("r2", "de0gpu0"))
+    assert report() == (3, 1, 14, 0, 0)
+    told(m.AbortRequest("r1", "x"))
+    assert report() == (3, 0, 0, 0, 0)
+
+
 def test_what_no_engine_can_hold_is_refused_where_it_is_submitted() -> None:
     scheduler = _scheduler(de_hbm_pages=2)
     for request_id, prompt, generate, error in (
@@ -111,13 +154,30 @@ def test_early_messages_are_bounded_and_dropped() -> None:
 
 
 def test_an_abort_that_overtakes_the_assignment_frees_the_leader() -> None:
-    engine = PrefillEngine("pe0gpu0", "leader-pe0", SYSTEMS["dualpath"], small_params(), FlatCost())
-    engine.handle(mc.Received("de0", m.BufferReserved("r0")), 1)
-    actions = engine.handle(mc.Received("de0", m.AbortRequest("r0", "Injected")), 1)
-    assert mc.ClearDeadline("early/r0") in actions and not engine._early
-    actions = engine.handle(mc.Received("leader-pe0", m.AssignPrefill(_assignment("r0"))), 2)
-    assert actions == [mc.Send("leader-pe0", m.RequestReleased("r0", "pe0gpu0"))]
-    assert not engine.records
+    args = (SYSTEMS["dualpath"], small_params(), FlatCost())
+    engines = (PrefillEngine("pe0gpu0", "leader-pe0", *args), DecodeEngine("de0gpu0", "leader-de0", *args))
+    messages = (m.BufferReserved("r0"), m.PrefillFinished("r0", 5))
+    assignments = (m.AssignPrefill(_assignment("r0")), m.AssignDecode(_assignment("r0")))
+    for engine, message, assignment in zip(engines, messages, assignments, strict=True):
+        engine.handle(mc.Received("x", message), 1)
+        actions = engine.handle(mc.Received("de0", m.AbortRequest("r0", "Injected")), 1)
+        assert mc.ClearDeadline("early/r0") in actions and not engine._early
+        actions = engine.handle(mc.Received(engine.leader, assignment), 2)
+        assert actions == [mc.Send(engine.leader, m.RequestReleased("r0", engine.role))]
+        assert not engine.records
+
+
+def test_a_decode_step_keeps_the_pages_that_it_reads() -> None:
+    engine = DecodeEngine("de0gpu0", "leader-de0", SYSTEMS["dualpath"], small_params(), FlatCost())
+    engine.handle(mc.Received("leader-de0", m.AssignDecode(_assignment("r0"))), 1)
+    engine.handle(mc.Received("de0", m.PromptBuffered("r0")), 1)
+    actions = engine.handle(mc.Received("pe0gpu0", m.PrefillFinished("r0", 5)), 1)
+    (grant,) = (a.ref.grant_id for a in actions if isinstance(a, mc.OpenGrant))
+    (step,) = (a for a in engine.handle(mc.WriteLanded(grant), 1) if isinstance(a, mc.ComputeDecode))
+    engine.handle(mc.Received("de0", m.AbortRequest("r0", "Injected")), 1)
+    assert engine.hbm.used == len(step.items[0].pages) == 3  # in flight, though the request is gone
+    engine.handle(mc.ComputeFinished(step.compute_id, {"r0": 6}), 2)
+    assert engine.hbm.used == 0
 
 
 def _assignment(request_id: str, prompt: int = 8) -> m.Assignment:
