@@ -13,6 +13,7 @@ from testbed.errors import ConfigError
 from testbed.protocol.layout import BlockLayout, KeyChain, seal_blocks, seal_pieces, seal_seed, seal_seeds
 
 LAYOUT = BlockLayout(model="m", layers=3, block_tokens=4, bytes_per_token_layer=8)
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.array(ids, dtype=np.uint32))
 
 
@@ -63,6 +64,7 @@ def test_fingerprint_tells_every_field_apart() -> None:
     assert len({BlockLayout(**v).fingerprint for v in changed}) == 5  # type: ignore[arg-type]
 
 
+@SETTINGS
 @given(first=tokens, second=tokens)
 def test_keys_are_equal_exactly_as_far_as_the_prefixes(first: np.ndarray, second: np.ndarray) -> None:
     common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
@@ -73,6 +75,7 @@ def test_keys_are_equal_exactly_as_far_as_the_prefixes(first: np.ndarray, second
         assert (a == b) == (ends[0] == ends[1] <= common)  # all tokens up to the end of the block are equal
 
 
+@SETTINGS
 @given(ids=tokens, cuts=st.lists(st.integers(0, 40), max_size=6))
 def test_key_chain_agrees_however_it_is_fed(ids: np.ndarray, cuts: list[int]) -> None:
     chain, new = KeyChain(LAYOUT), []
@@ -113,7 +116,7 @@ def test_equal_bytes_of_other_blocks_and_layers_have_other_seals() -> None:
     assert len(set(seal_pieces(zeros.data, KEYS, 0, 3, 32))) == 6
 
 
-@settings(max_examples=30)
+@SETTINGS
 @given(
     size=st.sampled_from([8, 32, 256, 8192]),
     keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=9),
