@@ -52,6 +52,22 @@ def token_chain(tokens: U32) -> U64:
     return mix(np.cumsum(terms, dtype=np.uint64) * powers(RADIX, n))
 
 
+def chain_sum(tokens: U32) -> int:
+    """The running sum behind c of the last position: S_p = S_{p-1} * R + mix(t_p + 1), c_p = mix(S_p)."""
+    n = len(tokens)
+    if not n:
+        return 0
+    weights = powers(RADIX, n)[::-1]
+    return int((mix(tokens.astype(np.uint64) + np.uint64(1)) * weights).sum(dtype=np.uint64))
+
+
+def extend_chain(running: int, token: int) -> tuple[int, U64]:
+    """One more token: the new running sum, and c of its position [1]."""
+    term = int(mix(np.array([token + 1], dtype=np.uint64))[0])
+    running = (running * RADIX + term) & MASK64
+    return running, mix(np.array([running], dtype=np.uint64))
+
+
 def layer_constants(layout: BlockLayout, layer_begin: int, layer_end: int) -> U64:
     """L_l for layers ``[begin, end)``."""
     layers = np.arange(layer_begin + 1, layer_end + 1, dtype=np.uint64)

@@ -17,9 +17,9 @@ from testbed.protocol.machine import ComputeDecode, ComputePrefill, DecodeItem, 
 
 @dataclass(slots=True)
 class _Sequence:
-    """Running state of one sequence in decode: tokens, chain of keys, digests over the full blocks."""
+    """Running state of one sequence in decode: sum behind c, chain of keys, digests over the full blocks."""
 
-    tokens: list[int]
+    chain_sum: int
     keys: KeyChain
     digests: U64
     full_blocks: int = 0
@@ -121,7 +121,7 @@ class KvDevice:
         layout = self._layout
         keys = KeyChain(layout)
         keys.extend(ids)
-        sequence = _Sequence(ids.tolist(), keys, np.zeros(layout.layers, dtype=np.uint64))
+        sequence = _Sequence(content.chain_sum(ids), keys, np.zeros(layout.layers, dtype=np.uint64))
         self._sequences[request_id] = sequence
         if self._materialise:
             prompt_pages = pages[: layout.blocks(len(ids))]
@@ -141,12 +141,11 @@ class KvDevice:
     def _decode_item(self, item: DecodeItem) -> int:
         layout, bt = self._layout, self._layout.block_tokens
         sequence = self._sequences[item.request_id]
-        sequence.tokens.append(item.token)
         sequence.keys.extend(np.array([item.token], dtype=np.uint32))
         block, slot = divmod(item.position, bt)
         if item.reread:
             self._reread(sequence, item.pages, block)
-        chain = content.token_chain(np.array(sequence.tokens, dtype=np.uint32))[-1:]
+        sequence.chain_sum, chain = content.extend_chain(sequence.chain_sum, item.token)
         page = layout.view(self._data[item.pages[block] : item.pages[block] + layout.full_block_bytes])
         page[:, slot : slot + 1] = content.kv_bytes(layout, chain, sequence.digests, self._constants)
         valid = slot + 1

@@ -33,7 +33,7 @@ from testbed.fabric.live.blockfile import PAGE, BlockFormat
 from testbed.fabric.live.memory import Memory
 from testbed.protocol.layout import BlockLayout
 
-_THREADS = 4
+_THREADS = 2
 _HOP_OPERATIONS = 8
 _HOP_BYTES = 512 * 1024  # the first of a hop waits for its last
 _PROBE_BYTES = 64 * PAGE

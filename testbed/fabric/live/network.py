@@ -38,6 +38,8 @@ _SETTINGS = (
     ("ipv4/ping_group_range", b"0 0"),
     ("ipv6/conf/default/disable_ipv6", b"1"),
 )
+# A switch is no firewall: where br_netfilter is loaded, every frame would pass the host's packet filter hooks.
+_BRIDGE_FILTER = "bridge/bridge-nf-call-iptables"
 _SOURCE_ROUTING_MISSING = frozenset({errno.EOPNOTSUPP, errno.EAFNOSUPPORT})
 _IFF_RUNNING = 0x40
 _CARRIER_WAIT_S = 5.0
@@ -151,6 +153,8 @@ class Network:
                 self._sockets[name] = NetlinkSocket.here(name)
                 for setting, value in _SETTINGS:
                     _write_setting(setting, value)
+                if name in addresses.SWITCHES and os.path.exists(f"/proc/sys/net/{_BRIDGE_FILTER}"):
+                    _write_setting(_BRIDGE_FILTER, b"0")
                 self._sockets[name].run([devices.raise_message(1)])
         except OSError as error:
             raise HostError(f"cannot make a network namespace ({error}); is this process in the sandbox?") from error
