@@ -50,10 +50,16 @@ TABLE = TransitionTable(
             "RequestCompleted": (_D,),
         },
         _C: {"PrefillStarted": (_P,), "TokensEmitted": (_D,), "RequestCompleted": (_D,)},
-        _P: {"RequestScheduled": (_P,), "TokensEmitted": (_D,), "RequestCompleted": (_D,)},
+        _P: {
+            "RequestScheduled": (_P,),
+            "ChunkStarted": (_P,),
+            "TokensEmitted": (_D,),
+            "RequestCompleted": (_D,),
+        },
         _D: {
             "RequestScheduled": (_D,),
             "PrefillStarted": (_D,),
+            "ChunkStarted": (_D,),
             "TokensEmitted": (_D, _X),
             "RequestCompleted": (_D, _X),
         },
@@ -104,6 +110,8 @@ class Outcome:
     hit_tokens: int = 0
     prefill_engine: str = ""
     decode_engine: str = ""
+    chunk_blocks: dict[int, int] = field(default_factory=dict)
+    """Blocks loaded again for each chunk after the first (chunked prefill)."""
     tokens: dict[int, int] = field(default_factory=dict)
     error: str = ""
     error_detail: str = ""
@@ -179,6 +187,10 @@ class AgentDriver(RoleMachine[_Round]):
                 if (record := self.find(message.request_id, "PrefillStarted")) is not None:
                     record.outcome.prefill_started_ns = record.outcome.prefill_started_ns or self.now_ns
                     self.move(record, "PrefillStarted", _P if record.state in (_S, _C) else record.state)
+            case m.ChunkStarted():
+                if (record := self.find(message.request_id, "ChunkStarted")) is not None:
+                    record.outcome.chunk_blocks[message.chunk] = message.cached_blocks
+                    self.move(record, "ChunkStarted", record.state)
             case m.TokensEmitted():
                 if (record := self.find(message.request_id, "TokensEmitted")) is not None:
                     self._tokens(record, message)

@@ -52,6 +52,9 @@ class PrefillState(enum.Enum):
     FINISHED = "finished"
 
 
+_NO_QUOTA_NS = 1 << 62
+"""The compute quota is part of the paper's scheduling (8.5: DualPath and Oracle); other systems pack by HBM alone."""
+
 _V, _R, _Q, _C, _F, _X = PrefillState
 
 TABLE = TransitionTable(
@@ -221,7 +224,7 @@ class PrefillEngine(RoleMachine[_Prompt]):
         chunks = pack_forward(
             candidates,
             self.cost,
-            quota_ns=self.params.compute_quota_ns,
+            quota_ns=self.params.compute_quota_ns if self.system.balanced else _NO_QUOTA_NS,
             attention_layers=self.params.layout.layers if self.params.quota_scope == "forward" else 1,
             block_tokens=self.params.layout.block_tokens,
             memory_blocks=self._batch_blocks(),
@@ -237,6 +240,9 @@ class PrefillEngine(RoleMachine[_Prompt]):
             items.append((prompt, chunk, prompt.chunk))
             if prompt.chunk == 0:
                 self.out.send(DRIVER, m.PrefillStarted(prompt.request_id))
+            else:
+                cached = chunk.cached_tokens // self.params.layout.block_tokens
+                self.out.send(DRIVER, m.ChunkStarted(prompt.request_id, prompt.chunk, cached))
             if self.system.moves_kv:
                 self._open_layer_writes(prompt, chunk)
         self.forward = _Forward(items)

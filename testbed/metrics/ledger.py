@@ -18,8 +18,8 @@ PCIe of a GPU carries what its HBM sends and receives; DRAM of a node all that e
 what the data plane adds to each write: a header, and a seal per Layer Block.
 
 Which storage server serves a block is decided by queues at run time: the sum over servers is checked, where their
-ports are counted. A prompt prefilled in chunks loads its earlier blocks again, which no outcome tells: such rounds
-show as an excess on the CNICs. TCP and lower headers are not predicted: counters give payload.
+ports are counted. A prompt prefilled in chunks loads its hits again for every chunk, and what earlier chunks computed
+from the DE buffer. TCP and lower headers are not predicted: counters give payload.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
         return sum(_write_bytes(how, blocks, layers) for layers in how.step_layers) if blocks else 0
 
     _add(ledger, hits * block, f"{STORAGE}.snic.tx", f"{reader.node}.snic.rx", reader.dram)
-    _add(ledger, by_step(hits), reader.dram, reader.cnic_read, pe.cnic_write, pe.pcie_in)
+    for cached in (hits, *r.chunk_blocks.values()):
+        _add(ledger, by_step(hits), reader.dram, reader.cnic_read, pe.cnic_write, pe.pcie_in)
+        _add(ledger, by_step(cached - hits), de.dram, de.cnic_read, pe.cnic_write, pe.pcie_in)
     _add(
         ledger,
         by_step(prompt - hits if r.read_side == "de" else prompt),

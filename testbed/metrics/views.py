@@ -24,6 +24,7 @@ class RoundView(Protocol):
     hit_tokens: int
     prefill_engine: str
     decode_engine: str
+    chunk_blocks: dict[int, int]
     tokens: dict[int, int]
     error: str
     error_detail: str

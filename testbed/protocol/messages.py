@@ -343,6 +343,14 @@ class PrefillStarted(Message, frozen=True):
     request_id: str
 
 
+class ChunkStarted(Message, frozen=True):
+    """PE -> driver: another chunk of the prompt has entered a forward; it loads ``cached_blocks`` blocks again."""
+
+    request_id: str
+    chunk: int
+    cached_blocks: int
+
+
 class TokensEmitted(Message, frozen=True):
     """Engine -> driver: tokens ``first_index, ...`` of the request."""
 
@@ -411,6 +419,7 @@ AnyMessage = (
     | BlockNotStored
     | RequestScheduled
     | PrefillStarted
+    | ChunkStarted
     | TokensEmitted
     | RequestCompleted
     | RequestFailed

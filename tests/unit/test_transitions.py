@@ -305,21 +305,23 @@ def test_every_arrow_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         move(machine, record, event, following)
 
     monkeypatch.setattr(RoleMachine, "move", watched)
-    scheduled, started, first, rest = (
+    scheduled, started, chunk, first, rest = (
         "RequestScheduled of sc",
         "PrefillStarted of pe",
+        "ChunkStarted of pe",
         "TokensEmitted of pe",
         "TokensEmitted of de",
     )
     slow = (
-        {started, first},
+        {started, chunk, first},
+        {chunk, first},
         {scheduled},
-        {scheduled, started, first},
+        {scheduled, started, chunk, first},
         {first},
         {scheduled, first, rest, "RequestCompleted of de"},
         {"PrefillFinished of pe"},
     )
-    runs = [*itertools.product(SYSTEMS, [set()], [3_000_000]), *itertools.product(["dualpath"], slow, [20_000])]
+    runs = [*itertools.product([*SYSTEMS, *SYSTEMS], [set()], [3_000_000]), *itertools.product(["dualpath"], slow, [20_000])]
     for seed, (system, kinds, delay_ns) in enumerate(runs):
         params = small_params(dram_pages=24, de_hbm_pages=20, compute_quota_ns=3 * 8 * 1_000, wait_deadline_ns=10**12)
         scripts = [ListScript(f"a{i}", ((21, 2), (5, 6), (9, 1), (3, 8)), seed=seed) for i in range(4)]
