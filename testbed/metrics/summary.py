@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,17 +28,29 @@ class LinkRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperUnits:
-    """How emulated figures become the paper's: seconds divided by ``time``, per token by ``length`` too, bytes times
+    """How emulated figures become the paper's: seconds divided by ``time``, TPOT by ``length`` too, bytes times
     ``bytes``."""
 
     time: float
     length: int
     bytes: float
 
-    def seconds(self, values: Distribution, *, per_token: bool = False) -> dict[str, float]:
-        """A distribution in the paper's seconds; TTST and TPOT are per generated token."""
-        factor = 1 / self.time / (self.length if per_token else 1)
-        return {"mean": values.mean * factor, "p50": values.p50 * factor, "p99": values.p99 * factor}
+    def seconds(self, values: Distribution) -> dict[str, float]:
+        """Durations that do not depend on how many paper tokens one emulated token stands for: TTFT."""
+        return self._convert(values, lambda value: value)
+
+    def seconds_per_token(self, values: Distribution) -> dict[str, float]:
+        """TPOT: one emulated step stands for ``length`` of the paper's."""
+        return self._convert(values, lambda value: value / self.length)
+
+    def seconds_to_second_token(self, values: Distribution, step_s: float) -> dict[str, float]:
+        """TTST: the load of HBM and the wait for a batch stay, the one decode step in it (of ``step_s`` seconds, TPOT)
+        becomes one of the paper's."""
+        surplus = 1 - 1 / self.length
+        return self._convert(values, lambda value: value - surplus * min(step_s, value))
+
+    def _convert(self, values: Distribution, convert: Callable[[float], float]) -> dict[str, float]:
+        return {key: convert(getattr(values, key)) / self.time for key in ("mean", "p50", "p99")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +106,8 @@ class Summary:
         document["paper"] = {
             "jct_s": m.jct_s / self.units.time,
             "ttft_s": self.units.seconds(m.ttft_s),
-            "ttst_s": self.units.seconds(m.ttst_s, per_token=True),
-            "tpot_s": self.units.seconds(m.tpot_s, per_token=True),
+            "ttst_s": self.units.seconds_to_second_token(m.ttst_s, m.tpot_s.mean),
+            "tpot_s": self.units.seconds_per_token(m.tpot_s),
             "bytes_by_path": {side: round(size * self.units.bytes) for side, size in m.bytes_by_path.items()},
         }
         return document

@@ -221,7 +221,10 @@ class FittedScale:
         return float(emulated_ns / self.time_scale / NS_PER_S)
 
     def to_paper_tpot(self, emulated_ns: int) -> float:
-        """The paper's seconds per token for an emulated time per emulated token (TPOT, TTST)."""
+        """The paper's seconds per token for an emulated time per emulated token (TPOT).
+
+        TTST has one such token in it; the rest of it is a duration.
+        """
         return self.to_paper_seconds(emulated_ns) / self.length_scale
 
     def to_paper_bytes(self, emulated_bytes: int) -> int:

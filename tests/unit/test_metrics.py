@@ -78,4 +78,13 @@ def test_paper_units_divide_by_the_scales() -> None:
     units = PaperUnits(time=2.0, length=4, bytes=10.0)
     times = Distribution(mean=8.0, p50=4.0, p99=16.0)
     assert units.seconds(times) == {"mean": 4.0, "p50": 2.0, "p99": 8.0}
-    assert units.seconds(times, per_token=True) == {"mean": 1.0, "p50": 0.5, "p99": 2.0}
+    assert units.seconds_per_token(times) == {"mean": 1.0, "p50": 0.5, "p99": 2.0}
+
+
+def test_of_the_second_token_only_the_step_shrinks() -> None:
+    """A gap of 16 s with a step of 4 s is 12 s of load and wait and one paper step of 1 s, at time scale 2."""
+    units = PaperUnits(time=2.0, length=4, bytes=10.0)
+    times = Distribution(mean=16.0, p50=4.0, p99=2.0)
+    assert units.seconds_to_second_token(times, 4.0) == {"mean": 6.5, "p50": 0.5, "p99": 0.25}
+    assert units.seconds_to_second_token(times, 0.0) == {"mean": 8.0, "p50": 2.0, "p99": 1.0}  # no TPOT known
+    assert PaperUnits(time=1.0, length=1, bytes=1.0).seconds_to_second_token(times, 4.0)["mean"] == 16.0
