@@ -165,6 +165,14 @@ class DramBuffer(RoleMachine[Held]):
         self._next_write = 0
         self.persister = Persister(node, plan.storage, params, self.out, self._new_write_id)
 
+    def report(self) -> dict[str, int]:
+        """For the end of a run: blocks that could not be stored, most pages in use."""
+        return {
+            "blocks_given_up": self.persister.blocks_given_up,
+            "peak_buffer_pages": self.buffer.peak,
+            "peak_stage_pages": self.stage.peak,
+        }
+
     # --- admission -----------------------------------------------------------------------------------------------
 
     def on_message(self, sender: str, message: m.Message) -> None:

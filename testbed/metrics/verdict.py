@@ -15,6 +15,8 @@ from testbed.metrics.ledger import LedgerEntry
 from testbed.metrics.metrics import SystemMetrics
 from testbed.metrics.views import ResultView, SystemView
 
+_MOST_OVERRUN = 0.02
+"""Share of a GPU's time by which the emulation of its arithmetic may exceed it."""
 _NS_PER_MS = 1e6
 _NAMED = 3
 """So many of a kind are named in a sentence; the rest are counted."""
@@ -82,9 +84,12 @@ def invalid_reasons(result: ResultView, ledger: Sequence[LedgerEntry], limits: L
 
 def _system_reasons(run: SystemView, ledger: Sequence[LedgerEntry], limits: Limits) -> list[str]:
     reasons = []
-    dropped = [f"{name} {c.drops}" for name, c in run.counters.items() if c.drops]
-    if dropped:
-        reasons.append(f"{run.system}: packets were dropped, {_listed(dropped, 'resources')}; RDMA drops none.")
+    if run.packets_dropped:
+        named = [f"{name} {c.drops}" for name, c in run.counters.items() if c.drops] or ["at interfaces"]
+        reasons.append(
+            f"{run.system}: {run.packets_dropped} packets were dropped, {_listed(named, 'resources')}; RDMA drops none."
+        )
+    reasons += [f"{run.system}: {fault}." for name, report in run.reports.items() for fault in _faults(name, report)]
     wrong = sorted((e for e in ledger if abs(e.error) > limits.ledger_tolerance), key=lambda e: -abs(e.error))
     if wrong:
         named = [f"{e.resource} {e.error:+.1%}" for e in wrong]
@@ -105,6 +110,33 @@ def _system_reasons(run: SystemView, ledger: Sequence[LedgerEntry], limits: Limi
             "the host was the bottleneck; raise scale.bandwidth or close other programs."
         )
     return reasons
+
+
+def _faults(name: str, report: Mapping[str, object]) -> list[str]:
+    """What a role went through that no shipped scenario injects, and that would otherwise pass in silence."""
+    faults = []
+    machine, data, compute = (_figures(report, key) for key in ("machine", "data", "compute"))
+    if given_up := machine.get("blocks_given_up", 0):
+        faults.append(f"{name} gave up storing {given_up:g} blocks")
+    for key, what in (
+        ("writes_corrupt", "writes landed with a wrong seal"),
+        ("writes_refused", "writes were refused"),
+        ("connections_lost", "connections were lost"),
+    ):
+        if count := data.get(key, 0):
+            faults.append(f"{name}: {count:g} {what}")
+    busy, overrun = compute.get("busy_ns", 0), compute.get("overrun_ns", 0)
+    if overrun > _MOST_OVERRUN * busy:
+        faults.append(
+            f"{name}: emulating the GPU took {overrun / _NS_PER_MS:.0f} ms more than the GPU's own {busy / _NS_PER_MS:.0f}"
+            " ms; lower gpu.speedup or raise scale.time"
+        )
+    return faults
+
+
+def _figures(report: Mapping[str, object], key: str) -> dict[str, float]:
+    part = report.get(key)
+    return {k: v for k, v in part.items() if isinstance(v, int | float)} if isinstance(part, Mapping) else {}
 
 
 def _lag_ms(report: Mapping[str, object]) -> float:

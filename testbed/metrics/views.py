@@ -120,6 +120,11 @@ class SystemView(Protocol):
         ...
 
     @property
+    def packets_dropped(self) -> int:
+        """Packets dropped anywhere in the cluster during the run."""
+        ...
+
+    @property
     def tokens_verified(self) -> int:
         """Tokens that equal the reference's."""
         ...

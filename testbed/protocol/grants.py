@@ -118,7 +118,10 @@ class GrantTable:
 
 
 class GrantIssuer:
-    """Hands out grant ids; the epoch grows with every restart of the owner so that old grants are stale."""
+    """Hands out grant ids; the epoch grows with every restart of the owner, so that grants of its past are stale.
+
+    A world that restarts a role sets ``epoch`` before the machine sees its first event.
+    """
 
     def __init__(self, *, endpoint_epoch: int = 1) -> None:
         self.epoch = endpoint_epoch

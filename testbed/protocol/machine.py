@@ -7,7 +7,7 @@ random numbers. A world delivers events and performs actions; the machines do no
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from testbed.protocol.grants import GrantRef, Landing
 from testbed.protocol.messages import Message
@@ -286,6 +286,15 @@ class Machine(Protocol):
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         """Take one event, return what to do, in order."""
+        ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A machine that has figures to give at the end of a run."""
+
+    def report(self) -> dict[str, int]:
+        """Figures by name."""
         ...
 
 

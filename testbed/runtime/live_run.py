@@ -16,10 +16,14 @@ import msgspec
 
 from emulators.agent_driver import AgentDriver, Outcome
 from emulators.cluster import RoleDescription, describe_roles, params_for
+from emulators.decode_engine import DecodeEngine
+from emulators.dram_buffer import DramBuffer
+from emulators.prefill_engine import PrefillEngine
+from emulators.storage_server import StorageServer
 from testbed.errors import HostError, RunFailedError
 from testbed.fabric.live.blockstore import BlockStore
 from testbed.fabric.live.calibrate import calibrate
-from testbed.fabric.live.counters import LinkCounter, read_counters
+from testbed.fabric.live.counters import LinkCounter, read_counters, total_drops
 from testbed.fabric.live.forkserver import RoleGroup
 from testbed.fabric.live.memory import Memory
 from testbed.fabric.live.network import Network
@@ -81,6 +85,7 @@ async def _run_system(
         progress(f"{system.title}: starting {len(specs)} roles", 0.0)
         await group.ready()
         before = read_counters(network)
+        dropped_before = total_drops(network)
         cpu_before = _host_cpu()
         started_ns = time.monotonic_ns()
         await group.start()
@@ -98,6 +103,7 @@ async def _run_system(
         ended_ns = time.monotonic_ns()
         cpu_after = _host_cpu()
         after = read_counters(network)
+        dropped = total_drops(network) - dropped_before
         samples.append(_snic_sample(after, before))
         reports = await group.stop()
     shutil.rmtree(storage, ignore_errors=True)
@@ -111,6 +117,7 @@ async def _run_system(
         samples=samples,
         reports={name: report for name, report in reports.items() if isinstance(report, dict)},
         host_cpu_share=_cpu_share(cpu_before, cpu_after),
+        packets_dropped=dropped,
     )
 
 
@@ -178,6 +185,8 @@ def _builder(
     def build(context: RoleContext) -> LiveRole:
         layout = cluster.layout
         machine = role.make()
+        if isinstance(machine, DecodeEngine | DramBuffer | PrefillEngine | StorageServer):
+            machine.issuer.epoch = context.incarnation
         memory = Memory(role.memory_bytes, layout) if role.memory_bytes else None
         device = store = observer = None
         if role.has_gpu and memory is not None:

@@ -32,6 +32,8 @@ class SystemRun:
     """Final report of every role (event-loop lag, CPU, memory, queues), by role name."""
     host_cpu_share: float = 0.0
     """Share of the host's CPU time in use during the run, by anybody (0 to 1)."""
+    packets_dropped: int = 0
+    """Packets dropped anywhere in the cluster during the run, by queues and by interfaces."""
     tokens_verified: int = 0
     wrong_tokens: list[str] = field(default_factory=list)
     """One sentence per round whose tokens differ from the reference."""

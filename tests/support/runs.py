@@ -49,6 +49,7 @@ class Run:
     samples: list[SnicSample] = field(default_factory=list)
     reports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     host_cpu_share: float = 0.5
+    packets_dropped: int = 0
     tokens_verified: int = 0
     wrong_tokens: list[str] = field(default_factory=list)
 

@@ -32,7 +32,15 @@ def test_a_clean_run_is_valid() -> None:
 @pytest.mark.parametrize(
     ("change", "ledger", "sentence"),
     [
-        ({"counters": {"pe0.dram": counter("pe0.dram", 5, drops=7)}}, [], "packets were dropped, pe0.dram 7"),
+        (
+            {"packets_dropped": 7, "counters": {"pe0.dram": counter("pe0.dram", 5, drops=7)}},
+            [],
+            "7 packets were dropped, pe0.dram 7",
+        ),
+        ({"packets_dropped": 1}, [], "1 packets were dropped, at interfaces"),
+        ({"reports": {"de0": {"machine": {"blocks_given_up": 2}}}}, [], "de0 gave up storing 2 blocks"),
+        ({"reports": {"de0": {"data": {"writes_corrupt": 1}}}}, [], "de0: 1 writes landed with a wrong seal"),
+        ({"reports": {"pe0gpu0": {"compute": {"busy_ns": 10**9, "overrun_ns": 21_000_000}}}}, [], "took 21 ms more"),
         ({}, [entry(0.021)], "ledger is off by more than 2.0%, pe0.snic.rx +2.1%"),
         ({}, [entry(-0.5)], "pe0.snic.rx -50.0%"),
         ({"reports": {"st0": {"lag_p99_ns": 51_000_000}}}, [], "99th percentile above 50 ms), st0 51 ms"),
@@ -45,6 +53,11 @@ def test_what_makes_a_system_untrustworthy(
     reasons = invalid_reasons(Result(systems=[Run(**change)]), ledger, LIMITS)  # type: ignore[arg-type]
     assert len(reasons) == 1 and sentence in reasons[0]
     assert reasons[0].startswith("basic: ") and reasons[0].endswith(".")
+
+
+def test_a_gpu_that_is_hardly_late_is_no_reason() -> None:
+    late = {"pe0gpu0": {"compute": {"busy_ns": 10**9, "overrun_ns": 19_000_000}, "data": {"writes_refused": 0}}}
+    assert invalid_reasons(Result(systems=[Run(reports=late)]), [], LIMITS) == []
 
 
 def test_links_and_shaping_make_a_run_untrustworthy() -> None:

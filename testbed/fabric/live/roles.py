@@ -220,6 +220,8 @@ class LiveRole:
                 "bytes_sent": self._data.bytes_sent,
                 "peak_outstanding": self._data.peak_outstanding,
             }
+        if isinstance(self._machine, m.Reporting):
+            report["machine"] = self._machine.report()
         if self._store is not None:
             report["disk"] = asdict(self._store.counters)
         return report
