@@ -23,6 +23,8 @@ from testbed.units import NS_PER_S
 
 PLATEAU_DECILES = (0.1, 0.9)
 
+_READ_ON_BOTH_SIDES = ("dual-path-rr", "dualpath")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
@@ -45,8 +47,11 @@ class SnicUse:
 class SystemMetrics:
     """One system. ``bytes_by_path``: KV read from storage through prefill ("pe") and decode ("de") nodes.
 
+    ``first_turn_hit_tokens``: hits of first rounds. Where agents start without a past, others have stored these blocks.
     ``ttft_shares``: parts of the mean TTFT spent until scheduled ("sched"), until prefill starts ("read": buffers,
     storage, queueing at the PE), and until the first token ("prefill").
+    ``snic_plateau_min``: smallest plateau of the nodes that should read: all of a system with two paths, also if one of
+    them stays idle, and the prefill nodes of the others.
     ``read_balance``: bytes into the busiest reading SNIC over the mean of all that could read (Figure 13; 1 is best).
     """
 
@@ -60,6 +65,7 @@ class SystemMetrics:
     prompt_tokens: int
     hit_tokens: int
     hit_rate: float
+    first_turn_hit_tokens: int
     tokens_emitted: int
     tokens_verified: int
     bytes_by_path: Mapping[str, int]
@@ -97,7 +103,7 @@ def system_metrics(
     read = {side: [r for r in done if r.read_side == side and r.hit_tokens] for side in ("pe", "de")}
     prompt, hits = sum(r.prompt_tokens for r in done), sum(r.hit_tokens for r in done)
     use = snic_use(run.samples, nodes, snic_rate_bps, begin_ns, end_ns)
-    readers = [u.plateau for u in use.values() if u.run > 0]
+    readers = [use[node].plateau for node in _readers(run.system, nodes, both=bool(read["de"]))]
     into = [u.run for u in use.values()]
     return SystemMetrics(
         system=run.system,
@@ -116,6 +122,7 @@ def system_metrics(
         prompt_tokens=prompt,
         hit_tokens=hits,
         hit_rate=hits / prompt if prompt else 0.0,
+        first_turn_hit_tokens=sum(r.hit_tokens for r in done if r.turn == 0),
         tokens_emitted=sum(len(r.tokens) for r in run.outcomes),
         tokens_verified=run.tokens_verified,
         bytes_by_path={side: sum(r.hit_tokens for r in rounds) * kv_bytes_per_token for side, rounds in read.items()},
@@ -125,6 +132,12 @@ def system_metrics(
         read_balance=max(into) / (sum(into) / len(into)) if any(into) else 0.0,
         ttft_shares=_ttft_shares(done),
     )
+
+
+def _readers(system: str, nodes: Sequence[str], *, both: bool) -> list[str]:
+    """Nodes through whose SNICs the system reads: a side that should and never does must not be left out."""
+    both = both or system in _READ_ON_BOTH_SIDES
+    return [node for node in nodes if both or node.startswith("pe")]
 
 
 def _gaps(rounds: Sequence[RoundView], ends: Callable[[RoundView], tuple[int, int]]) -> list[float]:

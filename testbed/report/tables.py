@@ -48,6 +48,8 @@ def systems_table(summary: Summary) -> Table:
         ("KV read by PE side, MB", [f"{m.bytes_by_path['pe'] / 1e6:.1f}" for m in summary.systems]),
         ("KV read by DE side, MB", [f"{m.bytes_by_path['de'] / 1e6:.1f}" for m in summary.systems]),
     ]
+    if any(m.first_turn_hit_tokens for m in summary.systems):
+        rows.append(("hits of first turns, tokens", [f"{m.first_turn_hit_tokens:,}" for m in summary.systems]))
     for node in summary.systems[0].snic_utilisation if summary.systems else ():
         rows.append((f"{node} SNIC busy, run / plateau", [_use(m, node) for m in summary.systems]))
     rows.append(("tokens verified", [f"{m.tokens_verified:,} of {m.tokens_emitted:,}" for m in summary.systems]))

@@ -44,6 +44,12 @@ def test_counts_and_bytes_by_path() -> None:
     assert (m.tokens_emitted, m.tokens_verified) == (9, 9)
 
 
+def test_hits_of_first_turns_are_told_apart() -> None:
+    rounds = [outcome(hit_tokens=16), outcome(1, hit_tokens=0), outcome(turn=1, hit_tokens=64)]
+    m = metrics_of(Run(outcomes=[*rounds, outcome(2, error="Timeout", hit_tokens=1000)]))
+    assert (m.first_turn_hit_tokens, m.hit_tokens) == (16, 80)
+
+
 def test_failed_rounds_are_counted_and_left_out() -> None:
     m = metrics_of(Run(outcomes=[outcome(), outcome(1, error="Timeout", hit_tokens=1000)]))
     assert (m.requests, m.failed_requests, m.hit_tokens) == (1, 1, 64)
@@ -66,6 +72,16 @@ def test_the_plateau_is_of_the_nodes_that_read() -> None:
     assert m.snic_plateau_min == pytest.approx(0.95)
     assert m.snic_utilisation["de0"].plateau == 0.0
     assert m.read_balance == pytest.approx(2.0)  # one of two carries all
+
+
+@pytest.mark.parametrize(
+    ("system", "side", "least"),
+    [("basic", "pe", 0.95), ("dualpath", "pe", 0.0), ("dual-path-rr", "pe", 0.0), ("mine", "de", 0.0)],
+)
+def test_a_side_that_should_read_and_does_not_counts(system: str, side: str, least: float) -> None:
+    samples = [sample(0, pe0=0, de0=0), sample(10, pe0=9_500, de0=0)]
+    m = metrics_of(Run(system=system, outcomes=[outcome(read_side=side)], samples=samples))
+    assert m.snic_plateau_min == pytest.approx(least)
 
 
 def test_use_without_samples_or_traffic_is_zero() -> None:

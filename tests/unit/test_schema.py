@@ -152,7 +152,8 @@ def test_the_table_says_everything() -> None:
     text = text_of(summary())
     for part in (
         "JCT", "10.00", "15.00", "TTFT", "5.000 / 5.000 / 5.000", "TTST", "TPOT", "pe0 SNIC busy", "90% /", "6 of 6",
-        "it gains", "yes", "NO", "DualPath: 0.67x the speed of Basic (JCT 10.00 s -> 15.00 s).",
+        "hits of first turns, tokens", "128", "it gains", "yes", "NO",
+        "DualPath: 0.67x the speed of Basic (JCT 10.00 s -> 15.00 s).",
         "Run valid: 1 links calibrated",        "largest error 0.67%", "12 of 12 tokens equal the reference",
     ):  # fmt: skip
         assert part in text, part
