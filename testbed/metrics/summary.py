@@ -16,12 +16,15 @@ EXIT_VALID, EXIT_FAILED, EXIT_INVALID = 0, 1, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRow:
-    """Calibration of one link: rate on the wire, TCP payload expected and measured, both in bit/s."""
+    """Calibration of one link: rate on the wire, TCP payload expected and measured, both in bit/s.
+
+    ``measured_bps`` is None where the kernel's settings were read back instead.
+    """
 
     name: str
     rate_bps: int
     expected_bps: float
-    measured_bps: float
+    measured_bps: float | None
     error: float
     method: str
 

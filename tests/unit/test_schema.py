@@ -46,6 +46,8 @@ def summary(**change: Any) -> Summary:
         links=(
             LinkRow(name="pe0.snic.rx", rate_bps=8_000, expected_bps=7_651.0, measured_bps=7_600.0, error=-0.0067,
                     method="measured"),
+            LinkRow(name="pe0.dram", rate_bps=90_000, expected_bps=86_000.0, measured_bps=None, error=0.0,
+                    method="readback"),
         ),
         ledger=(
             LedgerEntry(system="basic", resource="pe0.dram", expected_bytes=10, measured_bytes=10, error=0.0),
@@ -109,8 +111,11 @@ def test_requests_and_links_as_tables(tmp_path: Path) -> None:
         ("dualpath", "0", "5.000000", "15.000000"),
         ("dualpath", "1", "0.000000", "10.000000"),
     ]
-    (link,) = csv.DictReader((tmp_path / "links.csv").open())
-    assert (link["name"], link["error"], link["method"]) == ("pe0.snic.rx", "-0.0067", "measured")
+    links = list(csv.DictReader((tmp_path / "links.csv").open()))
+    assert [(link["name"], link["measured_bps"], link["error"], link["method"]) for link in links] == [
+        ("pe0.snic.rx", "7600.0", "-0.0067", "measured"),
+        ("pe0.dram", "", "0.0", "readback"),
+    ]
 
 
 def test_a_run_folder_is_new_each_time(tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ def test_the_table_says_everything() -> None:
         "JCT", "10.00", "15.00", "TTFT", "5.000 / 5.000 / 5.000", "TTST", "TPOT", "pe0 SNIC busy", "90% /", "6 of 6",
         "hits of first turns, tokens", "128", "it gains", "yes", "NO",
         "DualPath: 0.67x the speed of Basic (JCT 10.00 s -> 15.00 s).",
-        "Run valid: 1 links calibrated",        "largest error 0.67%", "12 of 12 tokens equal the reference",
+        "Run valid: 1 links measured, 1 read back", "largest error 0.67%", "12 of 12 tokens equal the reference",
     ):  # fmt: skip
         assert part in text, part
 

@@ -48,13 +48,13 @@ class LinkMeasurement:
     """One link: ``rate_bps`` on the wire as specified, TCP payload ``expected_bps`` and ``measured_bps``.
 
     ``method`` is "measured", or "readback" where no streams can saturate the link and the kernel's settings were
-    compared with the spec instead (``measured_bps`` is then what they should give, or 0 if they differ).
+    compared with the spec instead: ``measured_bps`` is then None, and ``error`` 0 if they agree, else -1.
     """
 
     name: str
     rate_bps: int
     expected_bps: float
-    measured_bps: float
+    measured_bps: float | None
     error: float
     tolerance: float
     method: str
@@ -134,7 +134,7 @@ def _read_back(port: ShapedPort, problems: Sequence[str], tolerance: float) -> L
     device = f"{port.host}:{port.device} "
     wrong = any(problem.startswith((f"{port.name} ", device)) for problem in problems)
     return LinkMeasurement(
-        name=port.name, rate_bps=port.rate_bps, expected_bps=expected, measured_bps=0.0 if wrong else expected,
+        name=port.name, rate_bps=port.rate_bps, expected_bps=expected, measured_bps=None,
         error=-1.0 if wrong else 0.0, tolerance=tolerance, method="readback",
     )  # fmt: skip
 
