@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from testbed.report import run_folder
@@ -36,7 +36,8 @@ def cleaning_up(folder: Path) -> Iterator[None]:
         yield
     finally:
         run_folder.drop_blocks(folder)
-        os.write(writer, _ENDED)
+        with suppress(BrokenPipeError):  # the janitor was killed: nobody is left to be told
+            os.write(writer, _ENDED)
         os.close(writer)
         os.waitpid(child, 0)
 

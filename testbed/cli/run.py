@@ -20,7 +20,9 @@ from testbed.cli.blame import INTERRUPTED, explained, sentence_for
 from testbed.cli.janitor import cleaning_up
 from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
-from testbed.fabric.live.sandbox import run_in_sandbox
+from testbed.errors import ConfigError
+from testbed.fabric.live.blockfile import BlockFormat
+from testbed.fabric.live.sandbox import PRIVATE_PATH, run_in_sandbox
 from testbed.metrics.expression import check_expression
 from testbed.report import run_folder, tables
 from testbed.runtime.live_run import run_live
@@ -49,6 +51,7 @@ def run(request: RunRequest) -> int:
         TestbedError: the input cannot be run, or the host cannot run it; nothing has been started then.
     """
     loaded = prepare(request)  # all faults of the input, before anything is left on the disk
+    refuse_hidden(request.out)
     folder = run_folder.create(request.out, name_of(request.scenario), datetime.now())
     loaded = replace(loaded, plan=replace(loaded.plan, run_dir=folder))
     with cleaning_up(folder):
@@ -87,13 +90,25 @@ def prepare(request: RunRequest) -> LoadedScenario:
     )
 
 
+def refuse_hidden(out: Path) -> None:
+    """Refuse a place that processes in the sandbox could not see.
+
+    Raises:
+        ConfigError: the run folders, or this code, lie where the sandbox mounts its own file system.
+    """
+    code = Path(__file__).resolve().parents[2]
+    for path, way in ((out.resolve(), "choose another place with --out"), (code, "move the testbed elsewhere")):
+        if path.is_relative_to(PRIVATE_PATH):
+            raise ConfigError(f"{path} is below {PRIVATE_PATH}, which the sandbox hides behind its own; {way}.")
+
+
 def stored_bytes(plan: RunPlan) -> int:
     """The most that storage servers hold at a time: all blocks of all agents, in each replica, plus the past."""
     layout = plan.params.layout
     blocks = sum(layout.full_blocks(script.trajectory.total_tokens) for script in plan.scripts)
     warm = sum(script.warm_tokens // layout.block_tokens for script in plan.scripts)
     copies = min(plan.params.replicas, len(plan.roles.storage))
-    return (blocks * copies + warm) * (layout.full_block_bytes + 4096)
+    return (blocks * copies + warm) * BlockFormat(layout).file_bytes
 
 
 def _run_inside(loaded: LoadedScenario, folder: Path, *, quiet: bool) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import testbed.cli.run as run_module
+from testbed.cli.janitor import cleaning_up
 from testbed.cli.main import app
 from testbed.cli.run import stored_bytes
 from testbed.errors import HostError, RunFailedError
@@ -75,6 +78,17 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     done = testbed("run", "quickstart", "--out", str(tmp_path / "runs"))
     assert done.code == 2 and "no run folder can be made there" in done.err
+
+
+@pytest.mark.parametrize("way", ["direct", "link"])
+def test_an_output_that_the_sandbox_hides_is_refused(way: str, tmp_path: Path) -> None:
+    out = Path("/run/testbed-of-nobody")
+    if way == "link":
+        (tmp_path / "link").symlink_to("/run")
+        out = tmp_path / "link" / "testbed-of-nobody"
+    done = testbed("run", "quickstart", "--out", str(out))
+    assert done.code == 2 and "/run/testbed-of-nobody is below /run" in done.err and "--out" in done.err
+    assert not Path("/run/testbed-of-nobody").exists()
 
 
 def test_lists_scales_and_trees() -> None:
@@ -188,6 +202,21 @@ def test_the_space_a_run_needs_covers_what_it_stores() -> None:
     layout = plan.params.layout
     longest = max(script.trajectory.total_tokens for script in plan.scripts)
     assert stored_bytes(plan) > 2 * layout.full_blocks(longest) * layout.full_block_bytes
+
+
+def test_a_janitor_that_was_killed_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    fork = os.fork
+
+    def remembered() -> int:
+        pid = fork()
+        pids.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", remembered)
+    with cleaning_up(tmp_path):
+        os.kill(pids[0], signal.SIGKILL)
+        os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)  # dead, so that the pipe has no reader
 
 
 def test_a_killed_supervisor_leaves_no_blocks(tmp_path: Path) -> None:

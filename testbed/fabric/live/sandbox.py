@@ -39,6 +39,9 @@ _NAMESPACES = (
     syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
 )
 
+PRIVATE_PATH = "/run"
+"""What the host has here cannot be seen inside."""
+
 _INSIDE = "TESTBED_SANDBOX"
 _APPARMOR = "kernel.apparmor_restrict_unprivileged_userns"
 
@@ -196,8 +199,8 @@ def _mount_private() -> None:
     try:
         syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
         syscalls.mount("proc", "/proc", "proc", plain)
-        syscalls.mount("tmpfs", "/run", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
-        os.mkdir("/run/netns")
+        syscalls.mount("tmpfs", PRIVATE_PATH, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
+        os.mkdir(f"{PRIVATE_PATH}/netns")
     except OSError as error:
         if _read_setting(_APPARMOR) == "1" and _is_mapped():
             raise HostError(_explain(error)) from error  # the namespace was allowed, but no capability in it
