@@ -113,8 +113,9 @@ def doctor() -> int:
     failed = 0
     for check in checks():
         failed += not check.ok
-        sys.stdout.write(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}\n")
-        if not check.ok and check.remedy:
+        state = "FAIL" if not check.ok else "warn" if check.warning else "ok  "
+        sys.stdout.write(f"{state} {check.name}: {check.detail}\n")
+        if state != "ok  " and check.remedy:
             sys.stdout.write(f"     {check.remedy}\n")
     return 2 if failed else 0
 
