@@ -7,7 +7,9 @@ KV function, and written to storage before the clock starts: real files, found b
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from testbed.protocol.trie import ROOT
 from testbed.workload.trajectory import AgentScript
 
 _BATCH = 32  # blocks written at once
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,8 @@ async def _write(
 def place(warm: WarmBlocks, servers: Sequence[str], replicas: int, storage: Path) -> None:
     """Give each server its replicas: links to the one copy (a store never writes into an existing file).
 
+    Where the file system has no links, or not so many, they are copies.
+
     Raises:
         HostError: the file system refuses.
     """
@@ -94,6 +99,15 @@ def place(warm: WarmBlocks, servers: Sequence[str], replicas: int, storage: Path
             for server in replicas_of(key, servers, replicas):
                 target = storage / server / paths[key]
                 target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(warm.directory / paths[key], target)
+                _link_or_copy(warm.directory / paths[key], target)
     except OSError as error:
         raise HostError(f"cannot place warm blocks under {storage}: {error.strerror}.") from error
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)

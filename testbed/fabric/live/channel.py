@@ -1,7 +1,8 @@
 """The line between the supervisor and one role's process: a socket pair carrying ``[kind, payload]`` in msgpack.
 
 Supervisor to role: ``start``, ``stop``. Role to supervisor: ``ready``, ``progress``, ``report``, ``died`` (its last
-words). The end of the stream is a message too: for the role, that the supervisor wants it gone or is gone itself.
+words, and the exit code that the run shall have for them). The end of the stream is a message too: for the role, that
+the supervisor wants it gone or is gone itself.
 """
 
 from __future__ import annotations

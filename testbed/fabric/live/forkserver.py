@@ -31,6 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+import msgspec
+
 from testbed.errors import BugError, RunFailedError
 from testbed.fabric.live import channel as line
 from testbed.fabric.live.channel import Channel
@@ -44,13 +46,14 @@ T = TypeVar("T")
 
 
 class RoleDied(RunFailedError):
-    """A role's process ended and nobody had asked for it."""
+    """A role's process ended and nobody had asked for it. ``exit_code``: the run's, 2 if the host was to blame."""
 
-    def __init__(self, name: str, status: str, last_words: str) -> None:
+    def __init__(self, name: str, status: str, last_words: str, exit_code: int = RunFailedError.exit_code) -> None:
         super().__init__(f"role {name} died ({status}): {last_words or 'no last words'}")
         self.name = name
         self.status = status
         self.last_words = last_words
+        self.exit_code = exit_code
 
 
 class _Fate(enum.Enum):
@@ -80,6 +83,7 @@ class RoleProcess:
         self.fate = _Fate.RUNNING
         self.status = ""
         self.last_words = ""
+        self.exit_code = RunFailedError.exit_code
         self.ready: asyncio.Future[None] = loop.create_future()
         self.report: asyncio.Future[object] = loop.create_future()
         self.hung_up: asyncio.Future[None] = loop.create_future()
@@ -96,7 +100,7 @@ class RoleProcess:
             case line.REPORT:
                 self.report.set_result(payload)
             case line.DIED:
-                self.last_words = str(payload)
+                self.last_words, self.exit_code = msgspec.convert(payload, tuple[str, int])
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; safe against a recycled pid."""
@@ -296,5 +300,5 @@ class RoleGroup:
         """A role died: read its last words to the end, then fail whoever waits."""
         await asyncio.wait((process.hung_up,), timeout=_LAST_WORDS_S)
         if not self._failure.done():
-            self._failure.set_exception(RoleDied(process.name, process.status, process.last_words))
+            self._failure.set_exception(RoleDied(process.name, process.status, process.last_words, process.exit_code))
             self._failure.exception()  # seen: it is raised to the next who waits, or nobody waits any more

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from testbed.errors import RunFailedError, TestbedError
 from testbed.fabric.live import channel as line
 from testbed.fabric.live.channel import Channel
 from testbed.fabric.live.roles import LiveRole, RoleContext
@@ -101,9 +102,10 @@ def _say_last_words(name: str, run_dir: Path, sock: socket.socket, error: BaseEx
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
+    code = error.exit_code if isinstance(error, TestbedError) else RunFailedError.exit_code
     words = " ".join(f"{type(error).__name__}: {error}".split())
     try:
         sock.settimeout(1.0)
-        sock.sendall(line.encode(line.DIED, words))
+        sock.sendall(line.encode(line.DIED, (words, code)))
     except OSError:
         sys.stderr.write(f"{name}: {words}\n")

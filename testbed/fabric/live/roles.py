@@ -11,6 +11,7 @@ The clock is ``time.monotonic_ns``: all processes of a host share it, so the tra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from testbed.errors import BugError, TestbedError
+from testbed.errors import BugError, HostError, TestbedError
 from testbed.fabric.live.blockstore import DiskCounters
 from testbed.fabric.live.controlplane import Address, ControlPlane
 from testbed.fabric.live.dataplane import DataPlane
@@ -285,7 +286,8 @@ class LiveRole:
     def _die(self, error: BaseException) -> None:
         self._running = False
         if self._trace is not None:
-            self._trace.flush()
+            with contextlib.suppress(HostError):  # the error is what counts
+                self._trace.flush()
         if not self.failure.done():
             self.failure.set_exception(error)
 

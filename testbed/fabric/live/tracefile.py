@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from testbed.errors import HostError
 from testbed.protocol import machine as m
 from testbed.protocol.messages import Message
 
@@ -70,11 +71,19 @@ _DESCRIBE: dict[type, Callable[[Any], Fields]] = {
 
 
 class TraceWriter:
-    """Appends to ``path``. ``record`` takes events and actions alike; ``note`` takes anything else."""
+    """Appends to ``path``. ``record`` takes events and actions alike; ``note`` takes anything else.
+
+    Raises:
+        HostError: now or later, the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from error
         self._encode = msgspec.json.Encoder().encode
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -99,12 +108,24 @@ class TraceWriter:
 
     def flush(self) -> None:
         """Write out what is buffered."""
-        if self._lines:
-            self._file.write(b"\n".join(self._lines) + b"\n")
-            self._lines.clear()
-            self._bytes = 0
+        if not self._lines:
+            return
+        rest = memoryview(b"\n".join(self._lines) + b"\n")
+        self._lines.clear()  # tried once: a role that dies of a full disk writes out again on its way
+        self._bytes = 0
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise self._refused(error) from error
 
     def close(self) -> None:
         """Write out and close."""
-        self.flush()
-        self._file.close()
+        with self._file:
+            self.flush()
+
+    def _refused(self, error: OSError) -> HostError:
+        return HostError(
+            f"{self._path}: the trace cannot be written ({error.strerror}); "
+            "free some space or choose another disk with --out."
+        )
