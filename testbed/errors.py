@@ -1,6 +1,6 @@
 """Errors, split by whose fault they are. Every error a user can see is a ``TestbedError`` with one clear sentence.
 
-The command line maps them to exit codes (see docs/contract.md): 1 failed, 2 bad input or host, 3 INVALID run.
+The command line maps them to exit codes (see docs/contract.md): 1 failed, 2 bad input or host. INVALID runs are no error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class BugError(TestbedError):
 
 
 class PeerError(TestbedError):
-    """The other side is to blame: a malformed frame, another layout, a stale epoch, a block that is not the one named."""
+    """The other side is to blame: a malformed frame, another layout, a stale epoch, not the block that was named."""
 
 
 class ConfigError(TestbedError):
@@ -35,9 +35,3 @@ class HostError(TestbedError):
 
 class RunFailedError(TestbedError):
     """The run itself failed: a role died, a token was wrong, a request ended with an error nobody injected."""
-
-
-class RunInvalidError(TestbedError):
-    """The run ended but its numbers cannot be trusted (drops, overload, ledger error)."""
-
-    exit_code = 3

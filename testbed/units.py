@@ -6,7 +6,6 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 NS_PER_US = 1_000
 
-KBIT = 1_000
 MBIT = 1_000_000
 GBIT = 1_000_000_000
 
@@ -14,11 +13,6 @@ GBIT = 1_000_000_000
 def seconds_to_ns(seconds: float) -> int:
     """Seconds to integer nanoseconds, rounded to nearest."""
     return round(seconds * NS_PER_S)
-
-
-def ns_to_seconds(duration_ns: int) -> float:
-    """Integer nanoseconds to seconds."""
-    return duration_ns / NS_PER_S
 
 
 def transfer_time_ns(size_bytes: int, rate_bps: int) -> int:

@@ -34,15 +34,8 @@ class NodeKind(enum.Enum):
     DE = "de"
 
 
-class Lane(enum.Enum):
-    """Virtual lane of a byte on a CNIC: model traffic rides HIGH, everything else (all KV) rides KV (paper 5.1)."""
-
-    HIGH = "high"
-    KV = "kv"
-
-
 class LaneDiscipline(enum.Enum):
-    """How the two lanes are realised on an interface. Issue: HTB only so far; others share this spec later."""
+    """How the two lanes of a CNIC, model traffic and KV (paper 5.1), are realised on an interface."""
 
     HTB = "htb"
 
@@ -104,9 +97,13 @@ class ClusterSpec:
             ("dram_rate_bps", self.dram_rate_bps),
         ):
             if rate < MBIT:
-                raise ConfigError(f"topology {self.name}: {key} is {rate} bit/s, below the 1 Mbit/s a link can be shaped to.")
+                raise ConfigError(
+                    f"topology {self.name}: {key} is {rate} bit/s, below the 1 Mbit/s a link can be shaped to."
+                )
         if self.storage_rate_bps and self.storage_rate_bps < MBIT:
-            raise ConfigError(f"topology {self.name}: storage_rate_bps is {self.storage_rate_bps} bit/s; use 0 or at least 1 Mbit/s.")
+            raise ConfigError(
+                f"topology {self.name}: storage_rate_bps is {self.storage_rate_bps} bit/s; use 0 or at least 1 Mbit/s."
+            )
         if not 0.5 <= self.high_share < 1.0:
             raise ConfigError(f"topology {self.name}: high_share is {self.high_share}, but it must be in [0.5, 1).")
 

@@ -16,9 +16,6 @@ from testbed.units import GBIT
 
 GB = 10**9
 
-STORAGE_EFFICIENCY = 0.859
-"""Share of a 400 Gb/s SNIC that one 3FS client reaches: 40 GiB/s of 50 GB/s in its published KV cache test."""
-
 ALPHA_S = 3.0  # A.4: alpha is what a node's SNIC reads in 3 s
 BETA_S = 5.0  # A.4: beta is what one GPU processes in 5 s
 
