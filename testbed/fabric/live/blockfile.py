@@ -4,11 +4,11 @@ A file holds one Full Block::
 
     header, a multiple of 4096 bytes | Full Block, padded with zeros to a multiple of 4096
 
-Header: magic, version, layout fingerprint, key, number of layers, payload bytes, a checksum of the payload, the seals of
-all layers, zeros, and in its last 8 bytes a checksum of all before. Everything is a multiple of 4096 so that O_DIRECT can
-read and write the file in one call. A flipped bit on disk shows in the checksums. The seals, which the computing engine
-made, are not recomputed here: that happens where the block lands next, and one hash instead of one per layer keeps the
-disk's threads from fighting the event loop for the interpreter.
+Header: magic, version, layout fingerprint, key, number of layers, payload bytes, a checksum of the payload, the seals
+of all layers, zeros, and in its last 8 bytes a checksum of all before. Everything is a multiple of 4096 so that
+O_DIRECT can read and write the file in one call. A flipped bit on disk shows in the checksums. The seals, which the
+computing engine made, are not recomputed here: that happens where the block lands next, and one hash instead of one
+per layer keeps the disk's threads from fighting the event loop for the interpreter.
 """
 
 from __future__ import annotations

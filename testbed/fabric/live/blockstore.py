@@ -4,10 +4,10 @@ Reads must cost what a disk costs. If they came from the page cache, the testbed
 emulated 3FS has no DRAM cache (paper A.4). So blocks are read with O_DIRECT where the file system can, else with the
 pages dropped around every read; which one is found out by trying on the very directory, and ``method`` says it.
 
-Every fetch recomputes every seal from the bytes that were read; a file that is torn, damaged or of another block is a
-``HostError`` with the reason, never bytes. Operations go to a small thread pool (aiofiles' ``wrap``), several per hop
-when several wait: a hop costs as much CPU as a read of 48 KB. A block goes through an aligned buffer of the pool's
-thread, because blocks are not multiples of the disk's sector.
+Every fetch checks one checksum of the payload; seals are recomputed where the block lands next. A file that is torn,
+damaged or of another block is a ``HostError`` with the reason, never bytes. Operations go to a small thread pool
+(aiofiles' ``wrap``), several per hop when several wait: a hop costs as much CPU as a read of 48 KB. A block goes
+through an aligned buffer of the pool's thread, because blocks are not multiples of the disk's sector.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class DiskCounters:
 
 
 class BlockStore:
-    """Blocks of ``layout`` under ``directory``, fetched into and stored from ``memory``. At most 4 operations at once.
+    """Blocks of ``layout`` under ``directory``, fetched into and stored from ``memory``.
+
+    ``_THREADS`` hops at once, each of at most ``_HOP_OPERATIONS`` operations, one after the other.
 
     ``durable`` False leaves out the fsyncs: for blocks that can be made again, as those of a warm start.
 

@@ -1,11 +1,11 @@
 """The cluster's network in the kernel: namespaces, bridges, veths, macvlans, ifbs and their shaping.
 
-Built as the recipe of the design says: storage and compute are two bridges in namespaces of their own; an SNIC is a
-veth to the first, a CNIC a veth to the second whose bridge port reflects (hairpin); the DRAM side and the HBM side of
-a CNIC are macvlan children in VEPA mode, so a local copy leaves and re-enters the CNIC through the same lanes as
-network traffic (paper section 5: CNIC-centric transfer). PCIe links and DRAM are ifb devices that everything a GPU
-(node) sends or receives is redirected through, the copy engine's direct veth included. The control network is a set of
-macvlans in bridge mode on one veth: unshaped, and free of DRAM and PCIe, which it is not meant to load.
+Storage and compute are two bridges in namespaces of their own; an SNIC is a veth to the first, a CNIC a veth to the
+second whose bridge port reflects (hairpin); the DRAM side and the HBM side of a CNIC are macvlan children in VEPA
+mode, so a local copy leaves and re-enters the CNIC through the same lanes as network traffic (paper section 5:
+CNIC-centric transfer). PCIe links and DRAM are ifb devices that everything a GPU (node) sends or receives is
+redirected through, the copy engine's direct veth included. The control network is a set of macvlans in bridge mode on
+one veth: unshaped, and free of DRAM and PCIe, which it is not meant to load.
 
 Run it inside the sandbox: it changes only namespaces that it makes, and leaves their removal to the kernel.
 
