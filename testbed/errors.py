@@ -1,6 +1,6 @@
 """Errors, split by whose fault they are. Every error a user can see is a ``TestbedError`` with one clear sentence.
 
-The command line maps them to exit codes (see docs/contract.md): 1 failed, 2 bad input or host. INVALID runs are no error.
+The command line maps them to exit codes (docs/contract.md): 1 failed, 2 bad input or host. INVALID runs are no error.
 """
 
 from __future__ import annotations
