@@ -253,13 +253,13 @@ class DecodeEngine(RoleMachine[_Sequence]):
         )
 
     def _stepped(self, tokens: dict[str, int]) -> None:
-        batch, self.stepping = self.stepping, ()
         self.hbm.release(self.stepping_pages)
         self.stepping_pages = ()
-        for request_id in batch:
+        for request_id in self.stepping:  # still set: who joins meanwhile must not start a step with half the results
             sequence = self.active.get(request_id)
             if sequence is not None:
                 self._emit(sequence, tokens[request_id])
+        self.stepping = ()
         self._pump_waiting()
         self._step()
 
