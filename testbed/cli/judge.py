@@ -9,7 +9,7 @@ from scenarios.loader import LoadedScenario
 from scenarios.schema import Expectation
 from testbed.fabric.live.blockstore import NO_DEVICE
 from testbed.fabric.live.wire import HEADER_BYTES, SEAL_BYTES
-from testbed.metrics.ledger import LedgerEntry, ServedBy, WireCosts, expected_traffic, settle
+from testbed.metrics.ledger import FLOOR_BLOCKS, LedgerEntry, ServedBy, WireCosts, expected_traffic, settle
 from testbed.metrics.metrics import system_metrics
 from testbed.metrics.summary import LinkRow, PaperUnits, Summary
 from testbed.metrics.verdict import Claim, Limits, failure_reasons, invalid_reasons, judge
@@ -79,10 +79,10 @@ def _ledger(plan: RunPlan, system: SystemConfig, run: SystemRun) -> Sequence[Led
         wire=WireCosts(header_bytes=HEADER_BYTES, seal_bytes=SEAL_BYTES),
     )
     traffic = settle(run.system, expected_traffic(run.outcomes, how), run.counters, params.layout)
-    return [*traffic, *_disk_reads(run)]
+    return [*traffic, *_disk_reads(run, FLOOR_BLOCKS * params.layout.full_block_bytes)]
 
 
-def _disk_reads(run: SystemRun) -> Sequence[LedgerEntry]:
+def _disk_reads(run: SystemRun, floor_bytes: int) -> Sequence[LedgerEntry]:
     """Bytes of blocks served by storage servers against what the kernel fetched from a device for them: a block that
     came from the page cache is missing there. Left out where storage lies in memory and there is no device.
     """
@@ -90,7 +90,7 @@ def _disk_reads(run: SystemRun) -> Sequence[LedgerEntry]:
     if not disks or any(disk["method"] == NO_DEVICE for disk in disks):
         return []
     served, fetched = (sum(disk[key] for disk in disks) for key in ("bytes_served", "device_read_bytes"))
-    error = (fetched - served) / served if served else 0.0
+    error = (fetched - served) / max(served, floor_bytes)
     entry = LedgerEntry(
         system=run.system, resource="st.disk", expected_bytes=served, measured_bytes=fetched, error=error
     )

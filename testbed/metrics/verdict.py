@@ -127,10 +127,8 @@ def _faults(name: str, report: Mapping[str, object]) -> list[str]:
             faults.append(f"{name}: {count:g} {what}")
     busy, overrun = compute.get("busy_ns", 0), compute.get("overrun_ns", 0)
     if overrun > _MOST_OVERRUN * busy:
-        faults.append(
-            f"{name}: emulating the GPU took {overrun / _NS_PER_MS:.0f} ms more than the GPU's own {busy / _NS_PER_MS:.0f}"
-            " ms; lower gpu.speedup or raise scale.time"
-        )
+        excess = f"{overrun / _NS_PER_MS:.0f} ms more than the GPU's own {busy / _NS_PER_MS:.0f} ms"
+        faults.append(f"{name}: emulating the GPU took {excess}; lower gpu.speedup or raise scale.time")
     return faults
 
 

@@ -127,7 +127,7 @@ def test_a_bad_override_is_one_sentence(override: str, sentence: str) -> None:
         ("protocol.kv_dram_bytes=1000000000", "dualpath", "the DE buffer in a node's DRAM holds 3"),
         ("protocol.de_hbm_bytes=1000000000", "dualpath", "the HBM of a DE holds 3"),
         ("protocol.pe_hbm_bytes=1000000000", "basic", "the HBM of a PE without layerwise prefill holds 3"),
-        ("protocol.pe_hbm_bytes=1000000000", "dualpath", "the HBM of a PE beside the layer steps in flight holds 2"),
+        ("protocol.pe_hbm_bytes=1000000000", "dualpath", "the HBM of a PE beside the layer steps in flight holds 1"),
     ],
 )
 def test_what_fits_no_memory_is_refused(override: str, systems: str, memory: str) -> None:

@@ -321,7 +321,8 @@ def test_every_arrow_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         {scheduled, first, rest, "RequestCompleted of de"},
         {"PrefillFinished of pe"},
     )
-    runs = [*itertools.product([*SYSTEMS, *SYSTEMS], [set()], [3_000_000]), *itertools.product(["dualpath"], slow, [20_000])]
+    plain = itertools.product([*SYSTEMS, *SYSTEMS], [set()], [3_000_000])
+    runs = [*plain, *itertools.product(["dualpath"], slow, [20_000])]
     for seed, (system, kinds, delay_ns) in enumerate(runs):
         params = small_params(dram_pages=24, de_hbm_pages=20, compute_quota_ns=3 * 8 * 1_000, wait_deadline_ns=10**12)
         scripts = [ListScript(f"a{i}", ((21, 2), (5, 6), (9, 1), (3, 8)), seed=seed) for i in range(4)]

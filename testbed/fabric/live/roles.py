@@ -279,7 +279,7 @@ class LiveRole:
 
     def _warn(self, text: str) -> None:
         if self._running:
-            _log.warning("%s: %s", self._context.name, text)
+            _log.info("%s: %s", self._context.name, text)  # the trace has it; stderr is for the one who failed
             if self._trace is not None:
                 self._trace.note(time.monotonic_ns(), "Warning", why=text)
 
