@@ -30,7 +30,8 @@ from testbed.fabric.live.network import Network
 from testbed.fabric.live.readback import verify_shaping
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveCluster, LiveRole, RoleContext
-from testbed.fabric.spec import CONTROL_HOST
+from testbed.fabric.live.sockets import DEFAULT_OPTIONS, SocketOptions
+from testbed.fabric.spec import CONTROL_HOST, ClusterSpec
 from testbed.ids import DRIVER
 from testbed.kvmodel.device import KvDevice
 from testbed.kvmodel.reference import reference_turns
@@ -42,6 +43,8 @@ from testbed.runtime.warm import WarmBlocks, place, write_warm_blocks
 
 CONTROL_PORT = 7000
 _SAMPLE_S = 0.25
+_QUEUED_S = 0.06
+_LEAST_BUFFER_BYTES = 48 * 1024
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done (0 to 1)."""
 
@@ -168,7 +171,12 @@ def role_specs(
     addresses = {}
     for number, role in enumerate(descriptions):
         addresses[role.name] = (network.endpoints[f"{role.host}.control"].address, CONTROL_PORT + number)
-    cluster = LiveCluster(layout=params.layout, address_book=addresses, endpoints=network.endpoints)
+    cluster = LiveCluster(
+        layout=params.layout,
+        address_book=addresses,
+        endpoints=network.endpoints,
+        sockets=_sockets(plan.cluster),
+    )
     return [
         RoleSpec(
             name=role.name,
@@ -177,6 +185,16 @@ def role_specs(
         )
         for role in descriptions
     ]
+
+
+def _sockets(cluster: ClusterSpec) -> SocketOptions:
+    """Send buffers in proportion to the links: what a stream has queued in the kernel must not outlast TCP's
+    retransmission timer (200 ms at least), or it would take its own queue for a loss; and a process that is late by
+    some milliseconds must not leave the NIC idle.
+    """
+    rate_bps = min(cluster.cnic_rate_bps, cluster.snic_rate_bps)
+    size = round(rate_bps / 8 * _QUEUED_S)
+    return SocketOptions(send_buffer_bytes=min(max(size, _LEAST_BUFFER_BYTES), DEFAULT_OPTIONS.send_buffer_bytes))
 
 
 def _builder(
