@@ -22,7 +22,6 @@ class _Sequence:
     chain_sum: int
     keys: KeyChain
     digests: U64
-    full_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -153,7 +152,6 @@ class KvDevice:
         if valid == bt:
             seals = self._seal(item.pages[block], sequence.keys.full[block], 0, layout.layers)
             sequence.digests = content.fold_digests(sequence.digests, seals[None, :])
-            sequence.full_blocks = block + 1
             tails = np.zeros(layout.layers, dtype=np.uint64)
         votes = content.layer_votes(sequence.digests, tails, self._constants)
         return content.emitted_token(votes, self._vocab)
@@ -166,4 +164,3 @@ class KvDevice:
             data = self._data.data[pages[k] : pages[k] + layout.full_block_bytes]
             seals[k] = seal_pieces(data, (sequence.keys.full[k],), 0, layout.layers, layout.layer_block_bytes)
         sequence.digests = content.fold_digests(np.zeros(layout.layers, dtype=np.uint64), seals)
-        sequence.full_blocks = blocks
