@@ -13,7 +13,7 @@ from testbed.errors import HostError
 from testbed.fabric.live.forkserver import RoleDied, RoleGroup
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveRole, RoleContext
-from testbed.fabric.live.tracefile import TraceWriter
+from testbed.trace.tracefile import TraceWriter
 from testbed.runtime.warm import WarmBlocks, place
 
 FULL = Path("/dev/full")

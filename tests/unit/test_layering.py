@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testbed.models": {"testbed.units", "testbed.errors", "testbed.protocol", "testbed.fabric.spec"},
     "testbed.workload": {"testbed.units", "testbed.errors", "testbed.protocol"},
     "emulators": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec", "testbed.protocol"},
+    "testbed.trace": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.protocol"},
     "testbed.fabric.live": {
         "testbed.units",
         "testbed.errors",
@@ -30,6 +31,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "testbed.fabric.spec",
         "testbed.protocol",
         "testbed.kvmodel",
+        "testbed.trace",
+    },
+    "testbed.fabric.sim": {
+        "testbed.units",
+        "testbed.errors",
+        "testbed.ids",
+        "testbed.fabric.spec",
+        "testbed.protocol",
     },
 }
 # No layer may import these, whatever its own row says.
@@ -44,7 +53,14 @@ NEVER: dict[str, set[str]] = {
     "testbed": {"testbed.cli"},  # the command line is the only place that knows everything
 }
 # Packages without I/O, clock or chance.
-PURE = ("testbed.protocol", "testbed.kvmodel", "testbed.models", "testbed.metrics", "emulators")
+PURE = (
+    "testbed.protocol",
+    "testbed.kvmodel",
+    "testbed.models",
+    "testbed.metrics",
+    "testbed.fabric.sim",
+    "emulators",
+)
 IMPURE = {"asyncio", "socket", "os", "time", "random", "threading", "subprocess", "select"}
 # Entries and readers of files, which belong to a pure package by name only; with the reason.
 EXEMPT: dict[str, str] = {}

@@ -298,9 +298,9 @@ async def test_observer_and_trace(stage: Stage) -> None:
 def test_every_event_and_action_can_be_traced() -> None:
     from typing import get_args
 
-    from testbed.fabric.live.tracefile import _DESCRIBE
+    from testbed.trace.tracefile import DESCRIBE
 
-    assert set(_DESCRIBE) == {*get_args(m.Event), *get_args(m.Action)}
+    assert set(DESCRIBE) == {*get_args(m.Event), *get_args(m.Action)}
 
 
 def test_deadlines_do_not_pile_up() -> None:

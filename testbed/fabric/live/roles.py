@@ -28,12 +28,12 @@ from testbed.fabric.live.gpu import Compute, Device, Gpu
 from testbed.fabric.live.memory import Memory
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, Endpoint, SocketOptions
 from testbed.fabric.live.timer import Alarm, Deadlines
-from testbed.fabric.live.tracefile import TraceWriter
 from testbed.fabric.live.vitals import LagMeter, cpu_time_ns, private_memory_bytes
 from testbed.protocol import machine as m
 from testbed.protocol.grants import GrantTable
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.messages import Message
+from testbed.trace.tracefile import TraceWriter
 
 _EVENTS_PER_PASS = 64  # then let the event loop serve sockets
 

@@ -1,6 +1,6 @@
 """Writes a role's trace: one JSON line per event and action, with the ids that tie them together, no payload.
 
-A line is an object: ``t`` (ns on the host's monotonic clock, shared by all roles), ``k`` (the type's name), and what
+A line is an object: ``t`` (ns on the world's clock, shared by all roles), ``k`` (the type's name), and what
 the type is about: ``r`` request, ``m`` message type, ``to``/``from`` peer, ``g`` grant, ``w`` write, ``b`` block key,
 ``n`` bytes, ``c`` compute, ``d`` deadline, ``why``. Lines are encoded at once and written in large chunks, so that a
 role spends about 2 us per line; one that is killed loses at most its last chunk.
@@ -37,7 +37,7 @@ def _message(name: str, peer: str, message: Message) -> Fields:
     return fields
 
 
-_DESCRIBE: dict[type, Callable[[Any], Fields]] = {
+DESCRIBE: dict[type, Callable[[Any], Fields]] = {
     m.Started: lambda x: {},
     m.Received: lambda x: _message("from", x.sender, x.message),
     m.WriteLanded: lambda x: {"g": x.grant_id},
@@ -92,7 +92,7 @@ class TraceWriter:
     def record(self, now_ns: int, thing: m.Event | m.Action) -> None:
         """One event or action."""
         kind = type(thing)
-        self._append({"t": now_ns, "k": kind.__name__, **_DESCRIBE[kind](thing)})
+        self._append({"t": now_ns, "k": kind.__name__, **DESCRIBE[kind](thing)})
 
     def note(self, now_ns: int, kind: str, **fields: object) -> None:
         """What is neither event nor action: a lost peer, a refused connection."""
