@@ -1,0 +1,227 @@
+"""How a resource divides its rate between the flows that cross it: the named disciplines, and the filling of rates.
+
+Paper sections 4.2 (the resources: SNIC, CNIC read and write, PCIe, DRAM, storage) and 5.1 (lanes). A resource is
+one direction of a link, or a memory's bandwidth; it has a rate and one of five disciplines:
+
+* ``fifo``: all of the rate to the flow that came first; what that flow cannot use goes to the next.
+* ``fair``: equal shares (max-min: what a flow cannot use is shared among the others).
+* ``strict``: equal shares within the high lane; the KV lane shares what the high lane leaves.
+* ``weighted``: the lanes have weights, flows of a lane share equally, an idle lane's part is borrowed (HTB 99:1).
+* ``infiniband``: ``weighted`` with the long-run shares of the InfiniBand arbiter's tables (``arbiter.py``).
+
+Rates over several resources come from progressive filling: a resource *settles* when it is the narrowest one of
+every flow that still waits for a rate there (of the lane that is next, where lanes are strict; of the first flow,
+where it is fifo); the rates it offers become final and the rest is offered again. With ``fair`` everywhere this is
+the usual max-min allocation. Where two resources wait for each other (possible only if disciplines are mixed on one
+path) the smallest offer becomes final, and what that leaves unused is filled up fairly at the end.
+
+Invariants: rates are integers in bits per second, no resource is given out beyond its rate, and every flow crosses
+at least one resource that has less than one bit per second left for each flow on it. Ports and flows are visited in
+order of name and of start, so the result depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from testbed.errors import ConfigError
+
+
+class Lane(enum.IntEnum):
+    """The two virtual lanes of paper 5.1: model traffic (HIGH), and everything else, KV included."""
+
+    HIGH = 0
+    KV = 1
+
+
+class Discipline(enum.Enum):
+    """How a resource divides its rate, see the module's text."""
+
+    FIFO = "fifo"
+    FAIR = "fair"
+    STRICT = "strict"
+    WEIGHTED = "weighted"
+    INFINIBAND = "infiniband"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """What flows share: ``name`` ("pe0.snic"), ``rate_bps`` in bits per second, and how it is divided.
+
+    ``high_weight`` and ``kv_weight`` count for ``weighted`` only: the lanes' shares while both want more.
+    """
+
+    name: str
+    rate_bps: int
+    discipline: Discipline
+    high_weight: int = 99
+    kv_weight: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot carry anything.
+
+        Raises:
+            ConfigError: a rate below 1 bit/s, a negative weight, or no weight at all.
+        """
+        if self.rate_bps < 1:
+            raise ConfigError(f"resource {self.name}: rate_bps is {self.rate_bps}, but it must be at least 1.")
+        if self.high_weight < 0 or self.kv_weight < 0 or not self.high_weight + self.kv_weight:
+            raise ConfigError(
+                f"resource {self.name}: lane weights {self.high_weight}:{self.kv_weight} divide nothing; "
+                "give two numbers of which none is negative and one is above 0."
+            )
+
+
+UNKNOWN = -1
+"""An offer, or a rate, that depends on one not yet final."""
+
+
+class Port:
+    """A resource while it is being filled, with the flows that compete for it now (in order of start)."""
+
+    __slots__ = ("discipline", "flows", "high_share", "name", "offer", "rate_bps", "unrated", "usable_bps", "used_bps")
+
+    def __init__(self, spec: Resource) -> None:
+        self.name = spec.name
+        self.rate_bps = spec.rate_bps
+        self.discipline = spec.discipline
+        self.high_share = spec.rate_bps * spec.high_weight // (spec.high_weight + spec.kv_weight)
+        self.flows: dict[int, Contender] = {}
+        self.usable_bps = spec.rate_bps
+        self.used_bps = [0, 0]
+        self.unrated = [0, 0]
+        self.offer = [UNKNOWN, UNKNOWN]
+
+    @property
+    def left_bps(self) -> int:
+        """What is not given out."""
+        return self.usable_bps - self.used_bps[0] - self.used_bps[1]
+
+    def first(self) -> Contender | None:
+        """The earliest flow without a final rate."""
+        return next((flow for flow in self.flows.values() if flow.rate_bps == UNKNOWN), None)
+
+    def make_offer(self) -> None:
+        """Compute the rate that each flow of a lane would get here, given the rates that are final."""
+        high, kv = self.unrated
+        left = self.left_bps
+        if self.discipline is Discipline.FIFO:
+            self.offer = [left, left]
+        elif self.discipline is Discipline.FAIR:
+            self.offer = [left // (high + kv)] * 2 if high + kv else [UNKNOWN, UNKNOWN]
+        elif not (high and kv):
+            self.offer = [left // high if high else UNKNOWN, left // kv if kv else UNKNOWN]
+        elif self.discipline is Discipline.STRICT:
+            self.offer = [left // high, UNKNOWN]
+        else:
+            shares = (self.high_share, self.usable_bps - self.high_share)
+            self.offer = [max(0, shares[lane] - self.used_bps[lane]) // self.unrated[lane] for lane in (0, 1)]
+
+    def next_in_turn(self) -> list[Contender]:
+        """Flows without a rate whose rates become final together once this resource settles."""
+        if not self.left_bps:
+            return [flow for flow in self.flows.values() if flow.rate_bps == UNKNOWN]
+        if self.discipline is Discipline.FIFO:
+            first = self.first()
+            return [first] if first is not None else []
+        return [f for f in self.flows.values() if f.rate_bps == UNKNOWN and self.offer[f.lane] != UNKNOWN]
+
+
+class Contender:
+    """A flow while rates are filled: ``order`` of start, the ports of its path, its lane, its rate."""
+
+    __slots__ = ("lane", "order", "path", "rate_bps")
+
+    def __init__(self, order: int, path: tuple[Port, ...], lane: Lane) -> None:
+        self.order = order
+        self.path = path
+        self.lane = lane
+        self.rate_bps = 0
+
+
+def _offer_to(port: Port, flow: Contender) -> int:
+    if port.discipline is Discipline.FIFO and port.first() is not flow:
+        return UNKNOWN
+    return port.offer[flow.lane]
+
+
+def _give(flow: Contender, rate_bps: int) -> None:
+    flow.rate_bps = rate_bps
+    for port in flow.path:
+        port.used_bps[flow.lane] += rate_bps
+        port.unrated[flow.lane] -= 1
+    for port in flow.path:
+        port.make_offer()
+
+
+def _settle(ports: Sequence[Port]) -> bool:
+    """Make the rates of one settled resource final; False if none is settled."""
+    for port in sorted(ports, key=lambda p: min((o for o in p.offer if o != UNKNOWN), default=p.rate_bps)):
+        turn = port.next_in_turn()
+        if not turn:
+            continue
+        if not port.left_bps:
+            rates = [0] * len(turn)
+        else:
+            rates = [port.offer[flow.lane] for flow in turn]
+            if any(
+                _offer_to(other, flow) < rate for flow, rate in zip(turn, rates, strict=True) for other in flow.path
+            ):
+                continue
+        for flow, rate in zip(turn, rates, strict=True):
+            _give(flow, rate)
+        return True
+    return False
+
+
+def _untie(flows: Sequence[Contender]) -> None:
+    """Resources wait for each other: make the smallest known offer final, or hold back the earliest flow."""
+    waiting = [flow for flow in flows if flow.rate_bps == UNKNOWN]
+    offers = [(min(_offer_to(port, flow) for port in flow.path), flow.order, flow) for flow in waiting]
+    known = [entry for entry in offers if entry[0] != UNKNOWN]
+    if known:
+        offer, _, flow = min(known)
+        _give(flow, offer)
+    else:
+        _give(waiting[0], 0)
+
+
+def _top_up(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
+    """Share out what `_untie` left unused, fairly: raise all flows together, stopping each at its first full port."""
+    rising = list(flows)
+    while rising:
+        counts = {port.name: 0 for port in ports}
+        for flow in rising:
+            for port in flow.path:
+                counts[port.name] += 1
+        step = min(port.left_bps // counts[port.name] for port in ports if counts[port.name])
+        for flow in rising:
+            flow.rate_bps += step
+            for port in flow.path:
+                port.used_bps[flow.lane] += step
+        rising = [f for f in rising if all(port.left_bps >= counts[port.name] for port in f.path)]
+
+
+def fill(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
+    """Give each flow its rate.
+
+    Args:
+        ports: every port that any of ``flows`` crosses, in a fixed order; ``usable_bps`` is what it may give out.
+        flows: flows in order of start; ``rate_bps`` of each is set.
+    """
+    for flow in flows:
+        flow.rate_bps = UNKNOWN
+    for port in ports:
+        port.used_bps = [0, 0]
+        high = sum(1 for flow in port.flows.values() if flow.lane is Lane.HIGH)
+        port.unrated = [high, len(port.flows) - high]
+        port.make_offer()
+    tied = False
+    while any(port.unrated[0] or port.unrated[1] for port in ports):
+        if not _settle(ports):
+            tied = True
+            _untie(flows)
+    if tied:
+        _top_up(ports, flows)
