@@ -173,6 +173,66 @@ def topo(
     return 0
 
 
+@app.command()
+@_command
+def plan(
+    gpus: Annotated[int, typer.Option("--gpus", "--g", help="GPUs, each with its CNIC, per node (g).")] = 8,
+    s: Annotated[str, typer.Option("--s", help="Storage bandwidth of a node in units of one CNIC.")] = "1",
+    cnic_gbit: Annotated[str, typer.Option(help="Bandwidth of a CNIC (B), Gbit/s.")] = "400",
+    memory_gb_s: Annotated[str, typer.Option(help="Memory bandwidth of a node (M), GB/s.")] = "500",
+    prefill: Annotated[int, typer.Option(help="Prefill nodes (P).")] = 2,
+    decode: Annotated[int, typer.Option(help="Decode nodes (D).")] = 4,
+    plot: Annotated[Path | None, typer.Option(help="Draw the region of s/g and P/D into this file.")] = None,
+) -> int:
+    """Which resource limits a P:D ratio: equations 1-9 of the paper's section 4.2."""
+    from testbed.cli import analysis  # noqa: PLC0415
+
+    return analysis.plan(
+        analysis.PlanRequest(
+            gpus=gpus, s=s, cnic_gbit=cnic_gbit, memory_gb_s=memory_gb_s, prefill=prefill, decode=decode, plot=plot
+        )
+    )
+
+
+@app.command()
+@_command
+def ratio(
+    model: Annotated[list[str] | None, typer.Option(help="A model; may be repeated. Default: all.")] = None,
+    context: Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")] = "16384,32721,65536",
+    append: Annotated[int, typer.Option(help="Appended tokens per turn.")] = 429,
+    indexer: Annotated[bool, typer.Option(help="Count the key cache of the sparse-attention indexer.")] = False,
+) -> int:
+    """GB of KV to load per PFLOP of prefill: Table 1 of the paper beside ours."""
+    from testbed.cli import analysis  # noqa: PLC0415
+
+    return analysis.ratio(model or (), analysis.numbers("--context", context, int), append, indexer=indexer)
+
+
+@app.command()
+@_command
+def workingset(
+    model: Annotated[str, typer.Option(help="Whose bytes per token count.")] = "ds-660b",
+    aps: Annotated[str, typer.Option(help="Agents per second, separated by commas.")] = "0.1,0.45",
+    jct_s: Annotated[str, typer.Option(help="JCT in seconds, one for each APS or one for all.")] = "569,1100",
+    total_tokens: Annotated[float, typer.Option(help="Mean length of a finished trajectory.")] = 55_958,
+    r: Annotated[str, typer.Option(help="Factors by which tool calls stretch the JCT.")] = "1,2,4",
+    indexer: Annotated[bool, typer.Option(help="Count the key cache of the sparse-attention indexer.")] = False,
+) -> int:
+    """How much KV an online service keeps: Little's law, and what tool calls do to it (paper 8.2)."""
+    from testbed.cli import analysis  # noqa: PLC0415
+
+    return analysis.workingset(
+        analysis.WorkingSetRequest(
+            model=model,
+            indexer=indexer,
+            aps=analysis.numbers("--aps", aps, float),
+            jct_s=analysis.numbers("--jct-s", jct_s, float),
+            total_tokens=total_tokens,
+            r=analysis.numbers("--r", r, float),
+        )
+    )
+
+
 def main() -> None:
     """Entry of the ``testbed`` command."""
     app()

@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testbed.protocol": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec"},
     "testbed.kvmodel": {"testbed.errors", "testbed.protocol"},
     "testbed.models": {"testbed.units", "testbed.errors", "testbed.protocol", "testbed.fabric.spec"},
+    "testbed.analysis": {"testbed.units", "testbed.errors", "testbed.models"},
     "testbed.workload": {"testbed.units", "testbed.errors", "testbed.protocol"},
     "emulators": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec", "testbed.protocol"},
     "testbed.trace": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.protocol"},
@@ -58,6 +59,7 @@ PURE = (
     "testbed.kvmodel",
     "testbed.models",
     "testbed.metrics",
+    "testbed.analysis",
     "testbed.fabric.sim",
     "emulators",
 )

@@ -1,0 +1,1 @@
+"""What can be computed about DualPath without running anything."""
