@@ -163,7 +163,7 @@ class DramBuffer(RoleMachine[Held]):
         self.writes: dict[int, _Posted] = {}
         self.owners: dict[int, str] = {}  # open grant -> request
         self._next_write = 0
-        self.persister = Persister(node, plan.storage, params, self.out, self._new_write_id)
+        self.persister = Persister(node, plan.storage, params, self.out, self._new_write_id, self._settled)
 
     def report(self) -> dict[str, int]:
         """For the end of a run: blocks that could not be stored, most pages in use."""
@@ -358,19 +358,15 @@ class DramBuffer(RoleMachine[Held]):
     def _persist(self, request_id: str, key: int, parent: int, pool: PagePool, page: int, offset: int) -> None:
         """Write a block back from ``page``, which the job holds until it is settled."""
         pool.retain((page,))
-
-        def settled(durable: bool) -> None:
-            pool.release((page,))
-            self._settled(request_id, key, durable)
-
-        job = PersistJob(request_id=request_id, key=key, parent=parent, offset=offset, settled=settled)
+        job = PersistJob(request_id=request_id, key=key, parent=parent, pool=pool, page=page, offset=offset)
         self.persister.submit(job, self.now_ns)
 
-    def _settled(self, request_id: str, key: int, durable: bool) -> None:
-        held = self.records.get(request_id)
+    def _settled(self, job: PersistJob, durable: bool) -> None:
+        job.pool.release((job.page,))
+        held = self.records.get(job.request_id)
         if held is not None:
             self.move(held, "BlockSettled", held.state)
-            self.out.send(held.assignment.decode_engine, m.BlockSettled(request_id, key, durable))
+            self.out.send(held.assignment.decode_engine, m.BlockSettled(job.request_id, job.key, durable))
         self._pump_waiting()
         self._pump_stages()
 

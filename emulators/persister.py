@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from testbed.ids import INDEX, snic_endpoint
 from testbed.protocol import messages as m
 from testbed.protocol.machine import ClearDeadline, Outbox, SetDeadline, Write
+from testbed.protocol.pages import PagePool
 from testbed.protocol.params import ProtocolParams
 from testbed.protocol.placement import replicas_of
 
@@ -22,13 +23,14 @@ DEADLINE_PREFIX = "persist/"
 
 @dataclass(slots=True, kw_only=True)
 class PersistJob:
-    """One block on its way to storage: ``offset`` of its page in DRAM, what to do with the page at the end."""
+    """One block on its way to storage from ``page`` of ``pool``, which it holds, at byte ``offset`` of the DRAM."""
 
     request_id: str
     key: int
     parent: int
+    pool: PagePool
+    page: int
     offset: int
-    settled: Callable[[bool], None]
     waiting_for: set[str] = field(default_factory=set)
     written_to: set[str] = field(default_factory=set)
     writes_out: int = 0
@@ -45,12 +47,15 @@ class Persister:
         params: ProtocolParams,
         out: Outbox,
         new_write_id: Callable[[], int],
+        settled: Callable[[PersistJob, bool], None],
     ) -> None:
+        """``settled(job, durable)`` is called once per job, when nothing reads its page any more."""
         self._role = role
         self._servers = servers
         self._params = params
         self._out = out
         self._new_write_id = new_write_id
+        self._settled = settled
         self._queue: deque[PersistJob] = deque()
         self._active: dict[tuple[str, int], PersistJob] = {}
         self._writes: dict[int, tuple[PersistJob, str]] = {}
@@ -104,7 +109,7 @@ class Persister:
         job.writes_out -= 1
         if job.given_up:
             if not job.writes_out:
-                job.settled(False)
+                self._settled(job, False)
         elif failure:
             self._give_up(job, now_ns)
         return True
@@ -127,7 +132,7 @@ class Persister:
         if job.writes_out:  # the page is still being read: settled when the last write ends
             job.given_up = True
         else:
-            job.settled(durable)
+            self._settled(job, durable)
         self._pump(now_ns)
 
 
