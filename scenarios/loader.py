@@ -121,7 +121,9 @@ def _override(tables: dict[str, Any], override: str) -> None:
 
 def _emulated(plan: RunPlan) -> dict[str, Any]:
     """What the emulated cluster is given, in emulated units."""
-    skipped = {"scripts", "starts_ns", "run_dir", "scale", "cost", "roles", "systems", "limits", "scenario", "seed"}
+    skipped = {
+        "scripts", "starts_ns", "run_dir", "scale", "cost", "roles", "systems", "limits", "sim", "scenario", "seed",
+    }  # fmt: skip
     values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in skipped}
     scale = plan.scale
     return {

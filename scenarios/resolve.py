@@ -126,6 +126,7 @@ def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
         starts_ns=_starts_ns(scenario, scale),
         vocab_size=model.vocab_size,
         limits=scenario.trust,
+        sim=scenario.sim,
         run_dir=run_dir,
     )
     _check_fits(plan)

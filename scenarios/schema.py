@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from testbed.errors import ConfigError
+from testbed.fabric.sim.params import SimParams
 from testbed.models.compute import COMPUTE_QUOTA_S
 from testbed.models.scale import PAPER_BLOCK_TOKENS
 from testbed.runtime.plan import TrustLimits
@@ -133,4 +134,5 @@ class Scenario:
     protocol: ProtocolSection = field(default_factory=ProtocolSection)
     gpu: GpuSection = field(default_factory=GpuSection)
     trust: TrustLimits = field(default_factory=TrustLimits)
+    sim: SimParams = field(default_factory=SimParams)
     expect: tuple[Expectation, ...] = ()

@@ -3,8 +3,7 @@
 A file says only what is counted. Rates are the paper's hardware (``testbed.models.hardware``) divided by a scenario's
 scale, so that one file serves every scale. Names are those of the paper: ``1p1d``, ``2p4d``, ``48p96d``.
 
-What the live world cannot build is refused when a ``ClusterSpec`` is made of a shape, not when the file is read: the
-paper's large cluster is a shape for the sim world.
+What a world cannot build is refused by that world: the paper's large cluster is a shape for the sim world.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from testbed.errors import ConfigError
-from testbed.fabric.spec import MAX_GPUS_PER_NODE, MAX_NODES, MAX_STORAGE_SERVERS, ClusterSpec
+from testbed.fabric.spec import ClusterSpec
 from testbed.models.hardware import PAPER_HARDWARE, Hardware
 from testbed.models.scale import FittedScale
 from testbed.units import MBIT
@@ -98,27 +97,12 @@ def _read(path: Path, name: str) -> ClusterShape:
 
 
 def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
-    """The cluster that the live world builds: the shape at the paper's rates divided by ``scale``.
+    """The shape at the paper's rates divided by ``scale``.
 
     Raises:
-        ConfigError: more than the live world can build, or links below the rate that the kernel shapes well.
+        ConfigError: links below the rate that the kernel shapes well.
     """
-    for key, letter, value, most in (
-        ("prefill_nodes", "P", shape.prefill_nodes, MAX_NODES),
-        ("decode_nodes", "D", shape.decode_nodes, MAX_NODES),
-    ):
-        if value > most:
-            raise ConfigError(
-                f"topology {shape.name}: {key} ({letter}) is {value}, but the live world builds at most {most} nodes "
-                "of a kind, for every GPU is a process of this host; a cluster of this size is for the sim world."
-            )
     small = scale.emulated_hardware(shape.hardware)
-    for key, value, most in (
-        ("gpus_per_node (g)", small.gpus_per_node, MAX_GPUS_PER_NODE),
-        ("storage_servers", shape.storage_servers, MAX_STORAGE_SERVERS),
-    ):
-        if value > most:
-            raise ConfigError(f"topology {shape.name}: {key} is {value}, but the live world builds at most {most}.")
     slowest = min(small.cnic_rate_bps, small.snic_rate_bps)
     if slowest < MBIT:
         raise ConfigError(

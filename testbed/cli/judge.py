@@ -1,4 +1,4 @@
-"""From a plan and a live result to a judged ``Summary``: joins what metrics must not know of runtime and fabric."""
+"""From a plan and its result to a judged ``Summary``: joins what metrics must not know of runtime and fabric."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from testbed.metrics.metrics import system_metrics
 from testbed.metrics.summary import LinkRow, PaperUnits, Summary
 from testbed.metrics.verdict import Claim, Limits, failure_reasons, invalid_reasons, judge
 from testbed.protocol.params import SystemConfig
-from testbed.runtime.plan import RunPlan
-from testbed.runtime.result import LiveResult, SystemRun
+from testbed.runtime.plan import RunPlan, World
+from testbed.runtime.result import RunResult, SystemRun
 
 
-def summarise(loaded: LoadedScenario, result: LiveResult) -> Summary:
-    """Judge a run.
+def summarise(loaded: LoadedScenario, result: RunResult, world: World = "live") -> Summary:
+    """Judge a run in a world.
 
     Raises:
         ConfigError: an expectation names a metric that does not exist.
@@ -42,7 +42,7 @@ def summarise(loaded: LoadedScenario, result: LiveResult) -> Summary:
     )
     return Summary(
         scenario=plan.scenario,
-        world="live",
+        world=world,
         seed=plan.seed,
         stands_for=loaded.stands_for,
         scale={
@@ -87,7 +87,7 @@ def _disk_reads(run: SystemRun, floor_bytes: int) -> Sequence[LedgerEntry]:
     came from the page cache is missing there. Left out where storage lies in memory and there is no device.
     """
     disks = [d for report in run.reports.values() if isinstance(d := report.get("disk"), dict)]
-    if not disks or any(disk["method"] == NO_DEVICE for disk in disks):
+    if not disks or any(disk.get("method", NO_DEVICE) == NO_DEVICE for disk in disks):
         return []
     served, fetched = (sum(disk[key] for disk in disks) for key in ("bytes_served", "device_read_bytes"))
     error = (fetched - served) / max(served, floor_bytes)

@@ -71,14 +71,23 @@ def run(
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    world: Annotated[str, typer.Option(help="live: real bytes in the kernel; sim: sizes, in virtual time.")] = "live",
 ) -> int:
     """Run a scenario on the emulated cluster and judge it."""
-    from testbed.cli.run import RunRequest  # noqa: PLC0415
+    from testbed.cli.run import RunRequest, world_named  # noqa: PLC0415
     from testbed.cli.run import run as run_scenario  # noqa: PLC0415
 
     names = tuple(name.strip() for name in systems.split(",") if name.strip())
     return run_scenario(
-        RunRequest(scenario=scenario, systems=names, seed=seed, overrides=tuple(overrides or ()), out=out, quiet=quiet)
+        RunRequest(
+            scenario=scenario,
+            systems=names,
+            seed=seed,
+            overrides=tuple(overrides or ()),
+            out=out,
+            quiet=quiet,
+            world=world_named(world),
+        )
     )
 
 
@@ -154,10 +163,12 @@ def shell(
 ) -> int:
     """Mininet's command line on the running emulated cluster (nodes, net, pingall, pe0 ip -s link, ...)."""
     from testbed.cli.cluster import spec_named  # noqa: PLC0415
+    from testbed.fabric.live.limits import check_buildable  # noqa: PLC0415
     from testbed.fabric.live.mininet_face import interactive  # noqa: PLC0415
     from testbed.fabric.live.sandbox import run_in_sandbox  # noqa: PLC0415
 
     spec = spec_named(topology, tuple(overrides or ()))
+    check_buildable(spec)
     return run_in_sandbox(lambda: interactive(spec, command))
 
 

@@ -1,7 +1,7 @@
-"""``testbed run``: resolve and check everything, enter the sandbox, run, judge, report.
+"""``testbed run``: resolve and check everything, run in a world, judge, report.
 
-The run itself happens in a child inside the sandbox; whatever it leaves for people is in the run folder and on the
-terminal, so nothing has to travel back but the exit code.
+A live run happens in a child inside the sandbox; whatever it leaves for people is in the run folder and on the
+terminal, so nothing has to travel back but the exit code. A sim run needs neither sandbox nor root.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import cast, get_args
 
 from rich.console import Console
 
@@ -22,11 +23,14 @@ from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
 from testbed.errors import ConfigError
 from testbed.fabric.live.blockfile import BlockFormat
+from testbed.fabric.live.limits import check_buildable
 from testbed.fabric.live.sandbox import PRIVATE_PATH, run_in_sandbox
 from testbed.metrics.expression import check_expression
 from testbed.report import run_folder, tables
 from testbed.runtime.live_run import run_live
-from testbed.runtime.plan import RunPlan
+from testbed.runtime.plan import RunPlan, World
+from testbed.runtime.sim_run import run_sim
+from topologies.tomlinput import nearest
 
 _SIGNALLED = 128
 """Exit codes above: killed by the signal of the difference."""
@@ -42,6 +46,19 @@ class RunRequest:
     overrides: Sequence[str] = ()
     out: Path = Path("runs")
     quiet: bool = False
+    world: World = "live"
+
+
+def world_named(name: str) -> World:
+    """A world by name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for world in get_args(World):
+        if name == world:
+            return cast(World, world)
+    raise ConfigError(f"unknown world {name!r}{nearest(name, get_args(World))}; choose live or sim.")
 
 
 def run(request: RunRequest) -> int:
@@ -51,12 +68,18 @@ def run(request: RunRequest) -> int:
         TestbedError: the input cannot be run, or the host cannot run it; nothing has been started then.
     """
     loaded = prepare(request)  # all faults of the input, before anything is left on the disk
-    refuse_hidden(request.out)
+    if request.world == "live":
+        refuse_hidden(request.out)
+    return run_prepared(request, loaded)[1]
+
+
+def run_prepared(request: RunRequest, loaded: LoadedScenario) -> tuple[Path, int]:
+    """Run a scenario that has been prepared; its run folder, and the exit code."""
     folder = run_folder.create(request.out, name_of(request.scenario), datetime.now())
     loaded = replace(loaded, plan=replace(loaded.plan, run_dir=folder))
     with cleaning_up(folder):
         try:
-            code = _run_in(folder, loaded, quiet=request.quiet)
+            code = _run_in(folder, loaded, request)
         except BaseException as error:
             run_folder.write_failure(folder, sentence_for(error))
             raise
@@ -64,30 +87,35 @@ def run(request: RunRequest) -> int:
         sentence = f"ended by {signal.Signals(code - _SIGNALLED).name}"
         run_folder.write_failure(folder, sentence)
         sys.stderr.write(f"error: {sentence}; what there is of the run is in {folder}\n")
-    return code
+    return folder, code
 
 
-def _run_in(folder: Path, loaded: LoadedScenario, *, quiet: bool) -> int:
-    run_folder.check_space(folder, stored_bytes(loaded.plan))
-    run_folder.write_configuration(folder, loaded.resolved, sys.argv)
-    if not quiet:
+def _run_in(folder: Path, loaded: LoadedScenario, request: RunRequest) -> int:
+    run_folder.check_space(folder, stored_bytes(loaded.plan) if request.world == "live" else 0)
+    run_folder.write_configuration(folder, {**loaded.resolved, "world": request.world}, sys.argv)
+    if not request.quiet:
         out = Console(highlight=False)
         out.print(loaded.stands_for, soft_wrap=True)
         out.print(f"Run folder: {folder}", soft_wrap=True)
-    return run_in_sandbox(lambda: _run_inside(loaded, folder, quiet=quiet))
+    if request.world == "live":
+        return run_in_sandbox(lambda: _run_inside(loaded, folder, "live", quiet=request.quiet))
+    return _run_inside(loaded, folder, request.world, quiet=request.quiet)
 
 
 def prepare(request: RunRequest) -> LoadedScenario:
     """Load the scenario, for a folder that is still to be made, and check its expectations.
 
     Raises:
-        ConfigError: anything wrong with the input.
+        ConfigError: anything wrong with the input, or a world that cannot run it.
     """
     for expectation in read_scenario(request.scenario, request.overrides).expect:
         check_expression(expectation.metric)
-    return load_scenario(
+    loaded = load_scenario(
         request.scenario, overrides=request.overrides, systems=request.systems, seed=request.seed, run_dir=Path()
     )
+    if request.world == "live":
+        check_buildable(loaded.plan.cluster)
+    return loaded
 
 
 def refuse_hidden(out: Path) -> None:
@@ -111,12 +139,12 @@ def stored_bytes(plan: RunPlan) -> int:
     return (blocks * copies + warm) * BlockFormat(layout).file_bytes
 
 
-def _run_inside(loaded: LoadedScenario, folder: Path, *, quiet: bool) -> int:
-    """In the sandbox: run, judge, write, print."""
+def _run_inside(loaded: LoadedScenario, folder: Path, world: World, *, quiet: bool) -> int:
+    """Run (live: in the sandbox), judge, write, print."""
     try:
         with reporting(Console(stderr=True), quiet=quiet) as progress:
-            result = run_live(loaded.plan, progress)
-        summary = summarise(loaded, result)
+            result = run_live(loaded.plan, progress) if world == "live" else run_sim(loaded.plan, progress)
+        summary = summarise(loaded, result, world)
         run_folder.write_results(folder, summary, result.systems)
     except (Exception, KeyboardInterrupt) as error:
         sentence, code = explained(error)

@@ -136,7 +136,7 @@ class SystemView(Protocol):
 
 
 class ResultView(Protocol):
-    """All systems of a run (``testbed.runtime.result.LiveResult``)."""
+    """All systems of a run (``testbed.runtime.result.RunResult``)."""
 
     @property
     def links(self) -> Sequence[LinkView]:

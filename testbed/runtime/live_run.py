@@ -37,9 +37,11 @@ from testbed.kvmodel.device import KvDevice
 from testbed.kvmodel.reference import reference_turns
 from testbed.protocol import machine as mc
 from testbed.protocol.params import SystemConfig
+from testbed.runtime.oracle import verify_tokens
 from testbed.runtime.plan import RunPlan
-from testbed.runtime.result import LiveResult, SnicSample, SystemRun
+from testbed.runtime.result import RunResult, SnicSample, SystemRun
 from testbed.runtime.warm import WarmBlocks, place, write_warm_blocks
+from testbed.workload.trajectory import AgentScript
 
 CONTROL_PORT = 7000
 _SAMPLE_S = 0.25
@@ -49,7 +51,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done (0 to 1)."""
 
 
-def run_live(plan: RunPlan, progress: Progress) -> LiveResult:
+def run_live(plan: RunPlan, progress: Progress) -> RunResult:
     """Run all systems of ``plan``, one after the other.
 
     Raises:
@@ -69,8 +71,8 @@ def run_live(plan: RunPlan, progress: Progress) -> LiveResult:
         shutil.rmtree(warm_dir, ignore_errors=True)
         faults += [fault for fault in verify_shaping(network) if fault not in faults]
     progress("verifying tokens", 0.0)
-    verify_tokens(plan, runs)
-    return LiveResult(links=links, shaping_faults=faults, systems=runs)
+    verify_tokens(plan.scripts, runs, lambda script: _reference(plan, script))
+    return RunResult(links=links, shaping_faults=faults, systems=runs)
 
 
 async def _run_system(
@@ -290,20 +292,7 @@ def _cpu_share(before: tuple[int, int], after: tuple[int, int]) -> float:
 # --- the oracle ----------------------------------------------------------------------------------------------------
 
 
-def verify_tokens(plan: RunPlan, runs: list[SystemRun]) -> None:
-    """Compare every token that any agent received with the single-process reference."""
-    layout = plan.params.layout
-    for agent, script in enumerate(plan.scripts):
-        turns = [(script.append_ids(turn), script.generate_tokens(turn)) for turn in range(script.turns)]
-        expected = list(reference_turns(layout, plan.vocab_size, turns))
-        for run in runs:
-            for outcome in (o for o in run.outcomes if o.agent == agent and not o.error):
-                got = [outcome.tokens.get(i, -1) for i in range(outcome.generate_tokens)]
-                if got == expected[outcome.turn]:
-                    run.tokens_verified += len(got)
-                else:
-                    wrong = next(i for i, (a, b) in enumerate(zip(got, expected[outcome.turn], strict=True)) if a != b)
-                    run.wrong_tokens.append(
-                        f"{script.name} turn {outcome.turn}: token {wrong} is {got[wrong]}, the reference says "
-                        f"{expected[outcome.turn][wrong]}"
-                    )
+def _reference(plan: RunPlan, script: AgentScript) -> list[list[int]]:
+    """What the single-process reference emits for an agent, turn by turn."""
+    turns = [(script.append_ids(turn), script.generate_tokens(turn)) for turn in range(script.turns)]
+    return [list(tokens) for tokens in reference_turns(plan.params.layout, plan.vocab_size, turns)]

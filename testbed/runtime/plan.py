@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from testbed.fabric.sim.params import SimParams
 from testbed.fabric.spec import ClusterSpec
 from testbed.models.compute import ComputeModel
 from testbed.models.scale import FittedScale
 from testbed.protocol.params import ProtocolParams, SystemConfig
 from testbed.protocol.plan import ClusterPlan
 from testbed.workload.trajectory import AgentScript
+
+World = Literal["live", "sim"]
+"""Where a plan can run: real bytes in the kernel, or sizes in virtual time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,4 +48,5 @@ class RunPlan:
     starts_ns: tuple[int, ...]
     vocab_size: int
     limits: TrustLimits
+    sim: SimParams
     run_dir: Path

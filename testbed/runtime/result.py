@@ -1,13 +1,12 @@
-"""What a run yields, before anything is judged or printed."""
+"""What a run yields, before anything is judged or printed; the same for every world."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emulators.agent_driver import Outcome
-from testbed.fabric.live.calibrate import LinkMeasurement
-from testbed.fabric.live.counters import LinkCounter
+from testbed.metrics.views import CounterView, LinkView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +19,18 @@ class SnicSample:
 
 @dataclass(slots=True, kw_only=True)
 class SystemRun:
-    """One system's run. Times are on the host's monotonic clock; counters are deltas over the run."""
+    """One system's run. Times are on the world's clock; counters are deltas over the run."""
 
     system: str
     started_ns: int
     ended_ns: int
     outcomes: list[Outcome]
-    counters: Mapping[str, LinkCounter]
+    counters: Mapping[str, CounterView]
     samples: list[SnicSample] = field(default_factory=list)
     reports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Final report of every role (event-loop lag, CPU, memory, queues), by role name."""
     host_cpu_share: float = 0.0
-    """Share of the host's CPU time in use during the run, by anybody (0 to 1)."""
+    """Share of the host's CPU time in use during the run, by anybody (0 to 1); 0 where time is virtual."""
     packets_dropped: int = 0
     """Packets dropped anywhere in the cluster during the run, by queues and by interfaces."""
     tokens_verified: int = 0
@@ -40,10 +39,10 @@ class SystemRun:
 
 
 @dataclass(slots=True, kw_only=True)
-class LiveResult:
-    """All systems of a scenario, run one after the other on one network."""
+class RunResult:
+    """All systems of a scenario, run one after the other. ``links``: calibration, none where rates are given."""
 
-    links: list[LinkMeasurement]
+    links: Sequence[LinkView]
     shaping_faults: list[str]
     """What the kernel says differs from the specification, one sentence each."""
     systems: list[SystemRun]

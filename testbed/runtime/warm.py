@@ -10,7 +10,7 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from testbed.fabric.live.memory import Memory
 from testbed.kvmodel.device import KvDevice
 from testbed.protocol.layout import U32, BlockLayout
 from testbed.protocol.placement import replicas_of
-from testbed.protocol.trie import ROOT
+from testbed.runtime.past import new_entries, warm_prefixes
 from testbed.workload.trajectory import AgentScript
 
 _BATCH = 32  # blocks written at once
@@ -35,14 +35,6 @@ class WarmBlocks:
 
     entries: tuple[tuple[int, int], ...]
     directory: Path
-
-
-def warm_prefixes(scripts: Sequence[AgentScript], layout: BlockLayout) -> Iterator[U32]:
-    """The tokens whose KV storage holds, one array of whole blocks per agent that has a past."""
-    for script in scripts:
-        blocks = script.warm_tokens // layout.block_tokens
-        if blocks:
-            yield script.append_ids(0)[: blocks * layout.block_tokens]
 
 
 def write_warm_blocks(
@@ -76,8 +68,7 @@ async def _write(
             progress(done / len(prefixes))
             keys = layout.keys(prefix)
             device.load_sequence("warm", np.asarray(prefix, dtype="<u4").tobytes(), pages[: len(keys)])
-            new = [k for k, key in enumerate(keys) if key not in entries]
-            entries.update((keys[k], keys[k - 1] if k else ROOT) for k in new)
+            new = new_entries(keys, entries)
             for at in range(0, len(new), _BATCH):
                 await asyncio.gather(*(store.store(keys[k], pages[k]) for k in new[at : at + _BATCH]))
     finally:

@@ -23,7 +23,7 @@ from testbed.cli.run import stored_bytes
 from testbed.errors import HostError, RunFailedError
 from testbed.metrics.summary import LinkRow
 from testbed.runtime.plan import RunPlan
-from testbed.runtime.result import LiveResult
+from testbed.runtime.result import RunResult
 from tests.support.runs import Link, Run, outcome
 from tests.unit.test_schema import schema
 
@@ -100,7 +100,7 @@ def test_lists_scales_and_trees() -> None:
     assert "pe1gpu7" in testbed("topo", "two-pe-four-de").out
 
 
-Live = Callable[[RunPlan, Callable[[str, float], None]], LiveResult]
+Live = Callable[[RunPlan, Callable[[str, float], None]], RunResult]
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_quiet_prints_errors_only(
 def test_a_run_that_ends_badly_says_why(
     live: Callable[[Live], None], tmp_path: Path, error: BaseException, code: int, said: str
 ) -> None:
-    def fail(plan: RunPlan, progress: object) -> LiveResult:
+    def fail(plan: RunPlan, progress: object) -> RunResult:
         storage = plan.run_dir / "basic" / "storage"
         storage.mkdir(parents=True)
         raise error

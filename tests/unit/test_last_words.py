@@ -13,8 +13,8 @@ from testbed.errors import HostError
 from testbed.fabric.live.forkserver import RoleDied, RoleGroup
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveRole, RoleContext
-from testbed.trace.tracefile import TraceWriter
 from testbed.runtime.warm import WarmBlocks, place
+from testbed.trace.tracefile import TraceWriter
 
 FULL = Path("/dev/full")
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from testbed.errors import ConfigError
+from testbed.fabric.live.addresses import Plan
+from testbed.fabric.live.limits import check_buildable
 from testbed.models.model import DS_27B
 from testbed.models.scale import FittedScale, Scale
 from testbed.units import GBIT
@@ -84,16 +86,22 @@ def test_no_world_has_such_a_cluster(change: dict[str, int], sentence: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "bandwidth", "sentence"),
+    ("change", "sentence"),
     [
-        ({"prefill_nodes": 48}, 8000, r"prefill_nodes \(P\) is 48, but the live world builds at most 16 .* sim world"),
-        ({"decode_nodes": 96}, 8000, r"decode_nodes \(D\) is 96"),
-        ({"gpus_per_node": 17}, 8000, r"gpus_per_node \(g\) is 17, but the live world builds at most 16"),
-        ({"storage_servers": 17}, 8000, r"storage_servers is 17"),
-        ({"s": 0.01}, 8000, r"slowest link has 0.5 Mbit/s, below the 1 Mbit/s .* lower scale.bandwidth"),
+        ({"prefill_nodes": 48}, r"prefill_nodes \(P\) is 48, but the live world builds at most 16.* --world sim"),
+        ({"decode_nodes": 96}, r"decode_nodes \(D\) is 96"),
+        ({"gpus_per_node": 17}, r"gpus_per_node \(g\) is 17, but the live world builds at most 16"),
+        ({"storage_servers": 17}, r"storage_servers is 17"),
     ],
 )
-def test_the_live_world_says_what_it_cannot_build(change: dict[str, int], bandwidth: float, sentence: str) -> None:
-    shape = replace(SHAPE, **change)
+def test_the_live_world_says_what_it_cannot_build(change: dict[str, int], sentence: str) -> None:
+    spec = cluster_spec(replace(SHAPE, **change), scale(8000))
     with pytest.raises(ConfigError, match=sentence):
-        cluster_spec(shape, scale(bandwidth))
+        check_buildable(spec)
+    with pytest.raises(ConfigError, match=sentence):
+        Plan(spec)
+
+
+def test_a_link_below_what_can_be_shaped_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"slowest link has 0.5 Mbit/s, below the 1 Mbit/s .* lower scale.bandwidth"):
+        cluster_spec(replace(SHAPE, s=0.01), scale(8000))

@@ -21,6 +21,7 @@ import enum
 import ipaddress
 from dataclasses import dataclass
 
+from testbed.fabric.live.limits import check_buildable
 from testbed.fabric.spec import CONTROL_HOST, ClusterSpec, NodeKind, NodeSpec
 
 STORAGE_SWITCH = "storage"
@@ -104,9 +105,14 @@ def mac_of(address: str) -> str:
 
 
 class Plan:
-    """Everything there is in a cluster's network, by name."""
+    """Everything there is in a cluster's network, by name.
+
+    Raises:
+        ConfigError: a cluster for which there are not enough addresses.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
+        check_buildable(spec)
         self.spec = spec
         self.nodes = spec.nodes
         self.endpoints: dict[str, Endpoint] = {}
