@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from testbed.errors import ConfigError
+from testbed.fabric.sim.arbiter import PAPER_TABLES, ArbiterTables
 
 
 class Lane(enum.IntEnum):
@@ -50,7 +51,8 @@ class Discipline(enum.Enum):
 class Resource:
     """What flows share: ``name`` ("pe0.snic"), ``rate_bps`` in bits per second, and how it is divided.
 
-    ``high_weight`` and ``kv_weight`` count for ``weighted`` only: the lanes' shares while both want more.
+    ``high_weight`` and ``kv_weight`` count for ``weighted`` only: the lanes' shares while both want more. The other
+    three count for ``infiniband`` only: the arbiter's tables, the VLs that model traffic is on, and the VL of KV.
     """
 
     name: str
@@ -58,12 +60,15 @@ class Resource:
     discipline: Discipline
     high_weight: int = 99
     kv_weight: int = 1
+    tables: ArbiterTables = PAPER_TABLES
+    high_vls: tuple[int, ...] = (0,)
+    kv_vl: int = 2
 
     def __post_init__(self) -> None:
         """Refuse what cannot carry anything.
 
         Raises:
-            ConfigError: a rate below 1 bit/s, a negative weight, or no weight at all.
+            ConfigError: a rate below 1 bit/s, a negative weight, or no weight at all, in numbers or in the tables.
         """
         if self.rate_bps < 1:
             raise ConfigError(f"resource {self.name}: rate_bps is {self.rate_bps}, but it must be at least 1.")
@@ -72,6 +77,15 @@ class Resource:
                 f"resource {self.name}: lane weights {self.high_weight}:{self.kv_weight} divide nothing; "
                 "give two numbers of which none is negative and one is above 0."
             )
+        if self.discipline is Discipline.INFINIBAND:
+            self.tables.lane_weights(self.high_vls, self.kv_vl)
+
+    @property
+    def lane_weights(self) -> tuple[int, int]:
+        """Weights of the high and the KV lane, by number or by the arbiter's tables."""
+        if self.discipline is Discipline.INFINIBAND:
+            return self.tables.lane_weights(self.high_vls, self.kv_vl)
+        return self.high_weight, self.kv_weight
 
 
 UNKNOWN = -1
@@ -87,7 +101,8 @@ class Port:
         self.name = spec.name
         self.rate_bps = spec.rate_bps
         self.discipline = spec.discipline
-        self.high_share = spec.rate_bps * spec.high_weight // (spec.high_weight + spec.kv_weight)
+        high_weight, kv_weight = spec.lane_weights
+        self.high_share = spec.rate_bps * high_weight // (high_weight + kv_weight)
         self.flows: dict[int, Contender] = {}
         self.usable_bps = spec.rate_bps
         self.used_bps = [0, 0]
