@@ -244,6 +244,26 @@ def workingset(
     )
 
 
+@app.command()
+@_command
+def paper(
+    figures: Annotated[
+        list[str] | None, typer.Argument(help="fig7 ... fig15, table1, table3, or all.", show_default="all")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the agents; does not compare.")] = False,
+    workers: Annotated[int, typer.Option(help="Simulations at a time; 0: one per CPU.")] = 0,
+    aps_step: Annotated[float, typer.Option(help="Resolution of the capacity search, agents per second.")] = 0.05,
+    out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+) -> int:
+    """Simulate the paper's figures and tables, and print the paper's values beside ours."""
+    from testbed.cli.paper import PaperRequest  # noqa: PLC0415
+    from testbed.cli.paper import paper as reproduce  # noqa: PLC0415
+
+    return reproduce(
+        PaperRequest(figures=tuple(figures or ("all",)), quick=quick, workers=workers, aps_step=aps_step, out=out)
+    )
+
+
 def main() -> None:
     """Entry of the ``testbed`` command."""
     app()
