@@ -25,6 +25,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testbed.workload": {"testbed.units", "testbed.errors", "testbed.protocol"},
     "emulators": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec", "testbed.protocol"},
     "testbed.trace": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.protocol"},
+    "testbed.paper": {
+        "testbed.errors",
+        "testbed.models",
+        "testbed.workload",
+        "testbed.analysis",
+        "testbed.flowsim",
+    },
     "testbed.fabric.live": {
         "testbed.units",
         "testbed.errors",
