@@ -91,6 +91,43 @@ def run(
     )
 
 
+@app.command()
+@_command
+def parity(
+    scenario: Annotated[
+        str, typer.Argument(help="A scenario, or `all` of those that the sim world answers for.")
+    ] = "quickstart",
+    runs: Annotated[int, typer.Option(help="Live runs; their median counts.")] = 1,
+    draws: Annotated[int, typer.Option(help="Timings that the sim world predicts from; their median counts.")] = 5,
+    live_run: Annotated[
+        list[Path] | None,
+        typer.Option("--live-run", metavar="FOLDER", help="Compare with this run; nothing runs live."),
+    ] = None,
+    systems: Annotated[str, typer.Option(help="Systems to compare, separated by commas.")] = "",
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random; default: the scenario's.")] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> int:
+    """Run a scenario live and in the sim world, and compare: is the prediction right?"""
+    from testbed.cli.parity import ParityRequest  # noqa: PLC0415
+    from testbed.cli.parity import parity as run_parity  # noqa: PLC0415
+
+    return run_parity(
+        ParityRequest(
+            scenario=scenario,
+            runs=runs,
+            draws=draws,
+            live_runs=tuple(live_run or ()),
+            systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+            seed=seed,
+            overrides=tuple(overrides or ()),
+            out=out,
+            quiet=quiet,
+        )
+    )
+
+
 @app.command(name="list")
 @_command
 def list_() -> int:
@@ -262,6 +299,20 @@ def paper(
     return reproduce(
         PaperRequest(figures=tuple(figures or ("all",)), quick=quick, workers=workers, aps_step=aps_step, out=out)
     )
+
+
+@app.command()
+@_command
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A TOML file with a scenario and a grid or a list of settings.")],
+    workers: Annotated[int, typer.Option(help="Runs at a time; 0: one per CPU.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where the sweep's folder is made.")] = Path("sweeps"),
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what an earlier, interrupted sweep has done.")] = False,
+) -> int:
+    """Run a scenario over many settings and seeds, and put all results into one table."""
+    from testbed.cli import sweep as sweeping  # noqa: PLC0415
+
+    return sweeping.sweep(sweeping.SweepRequest(file=file, workers=workers, out=out, resume=resume))
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ _SIGNALLED = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """The arguments of ``testbed run``."""
+    """The arguments of ``testbed run``. ``summary`` False: no table at the end, only progress."""
 
     scenario: str
     systems: Sequence[str] = ()
@@ -47,6 +47,7 @@ class RunRequest:
     out: Path = Path("runs")
     quiet: bool = False
     world: World = "live"
+    summary: bool = True
 
 
 def world_named(name: str) -> World:
@@ -70,12 +71,11 @@ def run(request: RunRequest) -> int:
     loaded = prepare(request)  # all faults of the input, before anything is left on the disk
     if request.world == "live":
         refuse_hidden(request.out)
-    return run_prepared(request, loaded)[1]
+    return run_in_folder(run_folder.create(request.out, name_of(request.scenario), datetime.now()), loaded, request)
 
 
-def run_prepared(request: RunRequest, loaded: LoadedScenario) -> tuple[Path, int]:
-    """Run a scenario that has been prepared; its run folder, and the exit code."""
-    folder = run_folder.create(request.out, name_of(request.scenario), datetime.now())
+def run_in_folder(folder: Path, loaded: LoadedScenario, request: RunRequest) -> int:
+    """Run a scenario that has been prepared; everything that it leaves goes into ``folder``."""
     loaded = replace(loaded, plan=replace(loaded.plan, run_dir=folder))
     with cleaning_up(folder):
         try:
@@ -87,19 +87,19 @@ def run_prepared(request: RunRequest, loaded: LoadedScenario) -> tuple[Path, int
         sentence = f"ended by {signal.Signals(code - _SIGNALLED).name}"
         run_folder.write_failure(folder, sentence)
         sys.stderr.write(f"error: {sentence}; what there is of the run is in {folder}\n")
-    return folder, code
+    return code
 
 
 def _run_in(folder: Path, loaded: LoadedScenario, request: RunRequest) -> int:
     run_folder.check_space(folder, stored_bytes(loaded.plan) if request.world == "live" else 0)
     run_folder.write_configuration(folder, {**loaded.resolved, "world": request.world}, sys.argv)
-    if not request.quiet:
+    if not request.quiet and request.summary:
         out = Console(highlight=False)
         out.print(loaded.stands_for, soft_wrap=True)
         out.print(f"Run folder: {folder}", soft_wrap=True)
     if request.world == "live":
-        return run_in_sandbox(lambda: _run_inside(loaded, folder, "live", quiet=request.quiet))
-    return _run_inside(loaded, folder, request.world, quiet=request.quiet)
+        return run_in_sandbox(lambda: _run_inside(loaded, folder, request))
+    return _run_inside(loaded, folder, request)
 
 
 def prepare(request: RunRequest) -> LoadedScenario:
@@ -139,20 +139,22 @@ def stored_bytes(plan: RunPlan) -> int:
     return (blocks * copies + warm) * BlockFormat(layout).file_bytes
 
 
-def _run_inside(loaded: LoadedScenario, folder: Path, world: World, *, quiet: bool) -> int:
+def _run_inside(loaded: LoadedScenario, folder: Path, request: RunRequest) -> int:
     """Run (live: in the sandbox), judge, write, print."""
     try:
-        with reporting(Console(stderr=True), quiet=quiet) as progress:
-            result = run_live(loaded.plan, progress) if world == "live" else run_sim(loaded.plan, progress)
-        summary = summarise(loaded, result, world)
+        with reporting(Console(stderr=True), quiet=request.quiet) as progress:
+            run_world = run_live if request.world == "live" else run_sim
+            result = run_world(loaded.plan, progress)
+        summary = summarise(loaded, result, request.world)
         run_folder.write_results(folder, summary, result.systems)
     except (Exception, KeyboardInterrupt) as error:
         sentence, code = explained(error)
         run_folder.write_failure(folder, sentence)
         sys.stderr.write(f"error: {sentence}; what there is of the run is in {folder}\n")
         return code
-    if not quiet:
+    told = not request.quiet and request.summary
+    if told:
         tables.print_summary(Console(highlight=False), summary)
-    for reason in (*summary.failures, *summary.invalid_reasons) if quiet else ():
+    for reason in () if told else (*summary.failures, *summary.invalid_reasons):
         sys.stderr.write(f"{reason}\n")
     return summary.exit_code

@@ -31,8 +31,8 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done (0 to 1)."""
 
 
-def run_sim(plan: RunPlan, progress: Progress) -> RunResult:
-    """Run all systems of ``plan``, one after the other.
+def run_sim(plan: RunPlan, progress: Progress, *, traced: bool = True) -> RunResult:
+    """Run all systems of ``plan``, one after the other; ``traced``: leave a trace per role in the run folder.
 
     Raises:
         RunFailedError: a cluster came to a standstill.
@@ -40,7 +40,7 @@ def run_sim(plan: RunPlan, progress: Progress) -> RunResult:
     """
     progress("warming storage", 0.0)
     stored = warm_entries(plan.scripts, plan.params.layout)
-    runs = [_run_system(plan, system, stored, progress) for system in plan.systems]
+    runs = [_run_system(plan, system, stored, progress, traced=traced) for system in plan.systems]
     progress("verifying tokens", 0.0)
     verify_tokens(plan.scripts, runs, lambda script: _reference(plan, script))
     return RunResult(links=[], shaping_faults=[], systems=runs)
@@ -75,12 +75,12 @@ def world_of(plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, in
 
 
 def _run_system(
-    plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, int]], progress: Progress
+    plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, int]], progress: Progress, *, traced: bool
 ) -> SystemRun:
     progress(system.title, 0.0)
     rounds = sum(script.turns for script in plan.scripts)
     traces = Traces(plan.run_dir / system.name / "trace")
-    world = world_of(plan, system, stored, traces.record)
+    world = world_of(plan, system, stored, traces.record if traced else None)
     driver = world.roles[DRIVER].machine
     assert isinstance(driver, AgentDriver)
 

@@ -33,6 +33,12 @@ class SimParams:
     message_latency_s: float = 0.0003
     """A control message, or the acknowledgement of a write: two event loops and one trip through a socket. Measured
     round trips of the live control plane are 0.4 to 1 ms."""
+    message_jitter_s: float = 0.00015
+    """How far a message may be earlier or later than that, evenly spread; what a role sends to another stays in order.
+    Without any, roles that are in lock-step in the live world for an instant would be so for ever."""
+    draw: int = 0
+    """Which of the possible timings of messages: a run of the live world is one of them, and no draw is the right one.
+    ``testbed parity`` looks at several."""
     disk_latency_s: float = 0.0007
     """Before a disk's first byte: a hop to a thread, a direct read or a synced write, and the hop back."""
     disk_rate_bps: int = 0
@@ -46,6 +52,11 @@ class SimParams:
             value = getattr(self, key)
             if not 1e-6 <= value <= _LONGEST_S:
                 raise ConfigError(f"sim.{key} is {value:g}, but it must be between 0.000001 and {_LONGEST_S:g} s.")
+        if not 0 <= self.message_jitter_s < self.message_latency_s:
+            raise ConfigError(
+                f"sim.message_jitter_s is {self.message_jitter_s:g}, but it must be between 0 and less than "
+                f"sim.message_latency_s = {self.message_latency_s:g}: no message comes before it is sent."
+            )
         for key in ("disk_rate_bps", "storage_rate_bps"):
             rate = getattr(self, key)
             if rate and rate < MBIT:
@@ -55,6 +66,11 @@ class SimParams:
     def message_latency_ns(self) -> int:
         """The latency of a control message."""
         return round(self.message_latency_s * NS_PER_S)
+
+    @property
+    def message_jitter_ns(self) -> int:
+        """Half the width of its spread."""
+        return round(self.message_jitter_s * NS_PER_S)
 
     @property
     def disk_latency_ns(self) -> int:

@@ -34,13 +34,14 @@ class SimCounter:
 
 
 class SimRole:
-    """A hosted role. ``deadlines``: time by key; ``armed``: the time of the earliest entry in the world's heap for it.
+    """A hosted role.
 
-    ``disk`` holds the tags of every stored block, of a storage server only.
+    ``deadlines``: time by key; ``armed``: the time of the earliest entry in the world's heap for it. ``channels``: when
+    the last message to a role arrives there. ``disk``: tags of every stored block, of a storage server only.
     """
 
     __slots__ = (
-        "actions", "armed", "blocks_fetched", "blocks_stored", "bytes_sent", "deadlines", "disk", "events", "gpu",
+        "actions", "armed", "blocks_fetched", "blocks_stored", "bytes_sent", "channels", "deadlines", "disk", "events", "gpu",
         "grants", "handle", "machine", "memory", "name", "writes_corrupt", "writes_landed", "writes_refused",
     )  # fmt: skip
 
@@ -52,6 +53,7 @@ class SimRole:
         self.grants = GrantTable()
         self.deadlines: dict[str, int] = {}
         self.armed: dict[str, int] = {}
+        self.channels: dict[str, int] = {}
         self.gpu: SimGpu | None = None
         self.disk: dict[int, U64] | None = None
         self.events = self.actions = 0

@@ -5,7 +5,8 @@ write lands, a write brings blocks that are identified there (``memory``), a GPU
 other. Bytes are flows over the resources of the live world (``resources``), charged with the transport's headers.
 
 Invariants. Events are taken in the order of (time, priority, sequence), so a run is a function of its inputs alone:
-no set is iterated, nothing is drawn. Within one instant what ends is told before what begins, deadlines last.
+no set is iterated, and what is drawn comes from ``SimParams.draw``. Within one instant what ends is told before what
+begins, deadlines last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from testbed.fabric.sim.params import SimParams, payload_bytes, wire_bytes
 from testbed.fabric.sim.role import Flow, SimCounter, SimRole
 from testbed.fabric.spec import ClusterSpec
 from testbed.protocol import machine as m
-from testbed.protocol.layout import BlockLayout
+from testbed.protocol.layout import MASK64, BlockLayout
 from testbed.units import NS_PER_S
 
 _SAMPLE_NS = NS_PER_S // 4
@@ -129,6 +130,9 @@ class SimWorld:
         self._sequence = 0
         self._paths: dict[tuple[str, str], tuple[tuple[str, ...], tuple[SimCounter, ...]]] = {}
         self._message_ns = params.message_latency_ns
+        self._earliest_ns = params.message_latency_ns - params.message_jitter_ns
+        self._spread_ns = 2 * params.message_jitter_ns + 1
+        self._random = _mixed(params.draw)
         self._perform: dict[type, Callable[[SimRole, Any], None]] = {
             m.Send: self._send,
             m.OpenGrant: lambda role, a: role.grants.open(a.ref.grant_id, a.ref.epoch, a.landing),
@@ -214,8 +218,12 @@ class SimWorld:
         to = self.roles.get(action.to)
         if to is None:
             raise BugError(f"{role.name} sends to {action.to}, which the cluster does not have")
-        delay_ns = 0 if to is role else self._message_ns
-        self._at(self.now_ns + delay_ns, Priority.MESSAGE, to, m.Received(role.name, action.message))
+        at_ns = self.now_ns
+        if to is not role:
+            self._random = _mixed(self._random)
+            at_ns += self._earliest_ns + (self._random >> 32) * self._spread_ns // 2**32
+            at_ns = role.channels[action.to] = max(at_ns, role.channels.get(action.to, 0))
+        self._at(at_ns, Priority.MESSAGE, to, m.Received(role.name, action.message))
 
     def _set_deadline(self, role: SimRole, action: m.SetDeadline) -> None:
         """A deadline that is renewed keeps its entry in the heap, which is moved on when its time comes."""
@@ -332,6 +340,11 @@ class SimWorld:
         disk = self.roles[server].disk
         assert disk is not None
         disk[key] = self.tags.of(key, 0, self.layout.layers)
+
+
+def _mixed(state: int) -> int:
+    """The next state of a linear congruential generator modulo 2**64 (Knuth's MMIX); its upper half is used."""
+    return (state * 6364136223846793005 + 1442695040888963407) & MASK64
 
 
 def _gpu(role: SimRole) -> SimGpu:
