@@ -10,7 +10,7 @@ from scenarios.schema import Expectation
 from testbed.fabric.live.blockstore import NO_DEVICE
 from testbed.fabric.live.wire import HEADER_BYTES, SEAL_BYTES
 from testbed.metrics.ledger import FLOOR_BLOCKS, LedgerEntry, ServedBy, WireCosts, expected_traffic, settle
-from testbed.metrics.metrics import system_metrics
+from testbed.metrics.metrics import LinkRates, system_metrics
 from testbed.metrics.summary import LinkRow, PaperUnits, Summary
 from testbed.metrics.verdict import Claim, Limits, failure_reasons, invalid_reasons, judge
 from testbed.protocol.params import SystemConfig
@@ -27,10 +27,14 @@ def summarise(loaded: LoadedScenario, result: RunResult, world: World = "live") 
     plan, scale = loaded.plan, loaded.plan.scale
     configs = {system.name: system for system in plan.systems}
     nodes = [node.name for node in plan.cluster.nodes]
+    rates = LinkRates(
+        snic_bps=plan.cluster.snic_rate_bps,
+        cnic_bps=plan.cluster.cnic_rate_bps,
+        pcie_bps=plan.cluster.pcie_rate_bps,
+        dram_bps=plan.cluster.dram_rate_bps,
+    )
     metrics = tuple(
-        system_metrics(
-            run, kv_bytes_per_token=scale.kv_bytes_per_token, nodes=nodes, snic_rate_bps=plan.cluster.snic_rate_bps
-        )
+        system_metrics(run, kv_bytes_per_token=scale.kv_bytes_per_token, nodes=nodes, rates=rates)
         for run in result.systems
     )
     ledger = tuple(entry for run in result.systems for entry in _ledger(plan, configs[run.system], run))

@@ -241,14 +241,18 @@ def _write(path: Path, result: Parity, live_runs: int, draws: int) -> None:
 
 def _print(result: Parity, folder: Path) -> None:
     console = Console(highlight=False)
-    table = Table(title=f"{result.scenario}: live beside its prediction (emulated units)", title_justify="left")
-    for column in ("system", "figure", "live", "sim", "error", "sim's range"):
-        table.add_column(column, justify="left" if column in ("system", "figure") else "right")
-    for f in result.figures:
-        error = "" if f.error is None else f"{f.error:+.1%}"
-        live, sim = (_number(statistics.median(values)) for values in (f.live, f.sim))
-        table.add_row(f.system, f.name, live, sim, error, f"{_number(min(f.sim))} - {_number(max(f.sim))}")
-    console.print(table)
+    for system in dict.fromkeys(f.system for f in result.figures):
+        table = Table(title=f"{result.scenario}, {system} (emulated units)", title_justify="left")
+        for column in ("", "live", "sim", "error", "sim's range"):
+            table.add_column(column, justify="left" if not column else "right")
+        for f in (f for f in result.figures if f.system == system):
+            error = "" if f.error is None else f"{f.error:+.1%}"
+            live, sim, low, high = (
+                _number(f.name, value)
+                for value in (statistics.median(f.live), statistics.median(f.sim), min(f.sim), max(f.sim))
+            )
+            table.add_row(_title(f.name), live, sim, error, low if low == high else f"{low} - {high}")
+        console.print(table)
     for f in result.beyond:
         off = "nothing was measured" if f.error is None else f"{f.error:+.1%}"
         console.print(f"OFF: {f.system}: JCT is off by {off}, more than {TOLERANCE:.0%}.")
@@ -261,5 +265,19 @@ def _print(result: Parity, folder: Path) -> None:
     console.print(f"{result.scenario}: {state}. Run folders and parity.csv: {folder}", soft_wrap=True)
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
+def _title(name: str) -> str:
+    """A figure's name in the table."""
+    kind, _, rest = name.partition(".")
+    match kind:
+        case "snic_utilisation":
+            return f"SNIC of {rest.replace('.', ', ')}"
+        case "bytes_by_path":
+            return f"KV read by {rest.upper()} side, MB"
+        case _:
+            return f"{kind.removesuffix('_s').upper()}{', mean' if rest else ''}"
+
+
+def _number(name: str, value: float) -> str:
+    if name.startswith("snic"):
+        return f"{value:.1%}"
+    return f"{value / 1e6:,.1f}" if name.startswith("bytes") else f"{value:.3f}"

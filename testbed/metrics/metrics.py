@@ -44,6 +44,16 @@ class SnicUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Rates of the links by kind, bit/s on the wire."""
+
+    snic_bps: int
+    cnic_bps: int
+    pcie_bps: int
+    dram_bps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SystemMetrics:
     """One system. ``bytes_by_path``: KV read from storage through prefill ("pe") and decode ("de") nodes.
 
@@ -53,6 +63,8 @@ class SystemMetrics:
     ``snic_plateau_min``: smallest plateau of the nodes that should read: all of a system with two paths, also if one of
     them stays idle, and the prefill nodes of the others.
     ``read_balance``: bytes into the busiest reading SNIC over the mean of all that could read (Figure 13; 1 is best).
+    ``busiest``: over the whole run, how busy the busiest of each kind was: "snic" and "cnic" (of nodes, the busier
+    direction), "pcie", "dram", "gpu" (computing). The one near 1 is the one that binds.
     """
 
     system: str
@@ -73,6 +85,7 @@ class SystemMetrics:
     snic_utilisation: Mapping[str, SnicUse]
     snic_plateau_min: float
     read_balance: float
+    busiest: Mapping[str, float]
     ttft_shares: Mapping[str, float]
 
 
@@ -94,7 +107,7 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def system_metrics(
-    run: SystemView, *, kv_bytes_per_token: int, nodes: Sequence[str], snic_rate_bps: int
+    run: SystemView, *, kv_bytes_per_token: int, nodes: Sequence[str], rates: LinkRates
 ) -> SystemMetrics:
     """All metrics of one system. ``nodes``: every node of the cluster; ``kv_bytes_per_token``: emulated, all layers."""
     done = [r for r in run.outcomes if r.completed_ns and not r.error]
@@ -102,7 +115,7 @@ def system_metrics(
     end_ns = max((r.completed_ns for r in run.outcomes), default=begin_ns)
     read = {side: [r for r in done if r.read_side == side and r.hit_tokens] for side in ("pe", "de")}
     prompt, hits = sum(r.prompt_tokens for r in done), sum(r.hit_tokens for r in done)
-    use = snic_use(run.samples, nodes, snic_rate_bps, begin_ns, end_ns)
+    use = snic_use(run.samples, nodes, rates.snic_bps, begin_ns, end_ns)
     readers = [use[node].plateau for node in _readers(run.system, nodes, both=bool(read["de"]))]
     into = [u.run for u in use.values()]
     return SystemMetrics(
@@ -130,8 +143,25 @@ def system_metrics(
         snic_utilisation=use,
         snic_plateau_min=min(readers, default=0.0),
         read_balance=max(into) / (sum(into) / len(into)) if any(into) else 0.0,
+        busiest=_busiest(run, nodes, rates, end_ns - begin_ns),
         ttft_shares=_ttft_shares(done),
     )
+
+
+def _busiest(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_ns: int) -> dict[str, float]:
+    """Of each kind, the largest share of the run's time that one of its members was at work."""
+    busy_ns = dict.fromkeys(("snic", "cnic", "pcie", "dram", "gpu"), 0.0)
+    by_kind = {"snic": rates.snic_bps, "cnic": rates.cnic_bps, "pcie": rates.pcie_bps, "dram": rates.dram_bps}
+    for name, counter in run.counters.items():
+        host, kind, *_ = name.split(".")
+        kind = kind.rstrip("0123456789")
+        if host.split("gpu")[0] in nodes and kind in by_kind:
+            busy_ns[kind] = max(busy_ns[kind], counter.data.bytes * 8 * NS_PER_S / by_kind[kind])
+    for report in run.reports.values():
+        compute = report.get("compute")
+        if isinstance(compute, Mapping):
+            busy_ns["gpu"] = max(busy_ns["gpu"], compute.get("busy_ns", 0))
+    return {kind: busy / duration_ns if duration_ns else 0.0 for kind, busy in busy_ns.items()}
 
 
 def _readers(system: str, nodes: Sequence[str], *, both: bool) -> list[str]:

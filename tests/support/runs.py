@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from emulators.agent_driver import Outcome
 from testbed.fabric.live.counters import ClassCount, LinkCounter
+from testbed.metrics.metrics import LinkRates
 from testbed.runtime.result import SnicSample
 
 S = 1_000_000_000
+RATES = LinkRates(snic_bps=8_000, cnic_bps=16_000, pcie_bps=32_000, dram_bps=64_000)
 
 
 def outcome(agent: int = 0, turn: int = 0, *, start_s: float = 0.0, **more: object) -> Outcome:

@@ -44,7 +44,7 @@ def testbed(*arguments: str) -> SimpleNamespace:
         (["run", "quickstrt"], "unknown scenario 'quickstrt' (did you mean 'quickstart'?)"),
         (["run", "quickstart", "--set", "scale.bandwith=1"], "(did you mean 'scale.bandwidth'?)"),
         (["run", "quickstart", "--systems", "basik"], "unknown system 'basik' (did you mean 'basic'?)"),
-        (["run", "quickstart", "--set", "topology=48p96d"], "is for the sim world"),
+        (["run", "quickstart", "--set", "topology=48p96d"], "run it with --world sim"),
         (["run", "quickstart", "--set", "cluster.s=0"], "s is 0"),
         (["run", "swe-agent", "--set", "workload.path=/no/such.traj"], "/no/such.traj: cannot be read"),
         (["run", "quickstart", "--seed", "-1"], "seed is -1"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from testbed.metrics.metrics import Distribution, distribution, snic_use, system_metrics
 from testbed.metrics.summary import PaperUnits
-from tests.support.runs import Run, S, outcome, sample
+from tests.support.runs import RATES, Run, S, counter, outcome, sample
 
 NODES = ("pe0", "de0")
 
 
 def metrics_of(run: Run, rate_bps: int = 8_000):  # type: ignore[no-untyped-def]
-    return system_metrics(run, kv_bytes_per_token=10, nodes=NODES, snic_rate_bps=rate_bps)
+    return system_metrics(run, kv_bytes_per_token=10, nodes=NODES, rates=replace(RATES, snic_bps=rate_bps))
 
 
 def test_a_distribution_interpolates_between_ranks() -> None:
@@ -104,3 +106,22 @@ def test_of_the_second_token_only_the_step_shrinks() -> None:
     assert units.seconds_to_second_token(times, 4.0) == {"mean": 6.5, "p50": 0.5, "p99": 0.25}
     assert units.seconds_to_second_token(times, 0.0) == {"mean": 8.0, "p50": 2.0, "p99": 1.0}  # no TPOT known
     assert PaperUnits(time=1.0, length=1, bytes=1.0).seconds_to_second_token(times, 4.0)["mean"] == 16.0
+
+
+def test_the_busiest_of_each_kind_over_the_run() -> None:
+    """10 s at 16 kbit/s carry 20,000 bytes, headers included; a storage server is no link of a node."""
+    counters = {name: counter(name, payload) for name, payload in (
+        ("pe0.snic.rx", 1448), ("pe0.cnic0.read", 2896), ("pe0.cnic1.write", 5792), ("pe0gpu0.pcie.tx", 1448),
+        ("de0.dram", 14480), ("st0.snic.tx", 144800),
+    )}  # fmt: skip
+    reports = {"pe0gpu0": {"compute": {"busy_ns": 2 * S}}, "pe0gpu1": {"compute": {"busy_ns": 4 * S}}, "st0": {}}
+    busiest = metrics_of(Run(outcomes=[outcome()], counters=counters, reports=reports)).busiest
+    assert busiest == pytest.approx(
+        {
+            "snic": 1514 / 10_000,
+            "cnic": 4 * 1514 / 20_000,
+            "pcie": 1514 / 40_000,
+            "dram": 10 * 1514 / 80_000,
+            "gpu": 0.4,
+        }
+    )

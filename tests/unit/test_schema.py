@@ -22,7 +22,7 @@ from testbed.metrics.metrics import system_metrics
 from testbed.metrics.summary import LinkRow, PaperUnits, Summary
 from testbed.metrics.verdict import Verdict
 from testbed.report import run_folder, tables
-from tests.support.runs import Run, outcome, sample
+from tests.support.runs import RATES, Run, outcome, sample
 
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 
@@ -37,7 +37,7 @@ def runs() -> list[Run]:
 
 def summary(**change: Any) -> Summary:
     metrics = tuple(
-        system_metrics(run, kv_bytes_per_token=8, nodes=("pe0", "de0"), snic_rate_bps=8_000) for run in runs()
+        system_metrics(run, kv_bytes_per_token=8, nodes=("pe0", "de0"), rates=RATES) for run in runs()
     )
     whole = Summary(
         scenario="quickstart", world="live", seed=3, stands_for="Stands for [it].", systems=metrics, failures=(),

@@ -12,7 +12,7 @@ from testbed.metrics.expression import check_expression, evaluate
 from testbed.metrics.ledger import LedgerEntry
 from testbed.metrics.metrics import system_metrics
 from testbed.metrics.verdict import Claim, Limits, failure_reasons, flatten, invalid_reasons, judge
-from tests.support.runs import Link, Result, Run, counter, outcome, sample
+from tests.support.runs import RATES, Link, Result, Run, counter, outcome, sample
 
 LIMITS = Limits(link_tolerance=0.02, ledger_tolerance=0.02, lag_p99_ms=50, cpu_share=0.95)
 NUMBERS = {"a.x": 4.0, "b.x": 2.0, "b.zero": 0.0, "dual_path_rr.t.mean": 1.5}
@@ -130,7 +130,7 @@ def test_nothing_but_arithmetic_is_evaluated(text: str) -> None:
 
 def test_claims_about_systems_that_did_not_run_are_left_out() -> None:
     run = Run(outcomes=[outcome()], samples=[sample(0, pe0=0), sample(10, pe0=100)], tokens_verified=3)
-    metrics = [system_metrics(run, kv_bytes_per_token=1, nodes=("pe0",), snic_rate_bps=8_000)]
+    metrics = [system_metrics(run, kv_bytes_per_token=1, nodes=("pe0",), rates=RATES)]
     verdicts = judge(
         [
             Claim(name="jct", metric="basic.jct_s <= 10", text="fast"),

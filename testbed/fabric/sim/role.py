@@ -41,8 +41,8 @@ class SimRole:
     """
 
     __slots__ = (
-        "actions", "armed", "blocks_fetched", "blocks_stored", "bytes_sent", "channels", "deadlines", "disk", "events", "gpu",
-        "grants", "handle", "machine", "memory", "name", "writes_corrupt", "writes_landed", "writes_refused",
+        "actions", "armed", "blocks_fetched", "blocks_stored", "bytes_sent", "channels", "deadlines", "disk", "events",
+        "gpu", "grants", "handle", "machine", "memory", "name", "writes_corrupt", "writes_landed", "writes_refused",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: m.Machine, memory_bytes: int, layout: BlockLayout, tags: Tags) -> None:
