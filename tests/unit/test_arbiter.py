@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import ConfigError
@@ -118,6 +118,7 @@ def test_an_exhausted_limit_waits_for_a_low_packet() -> None:
     assert sent(arbiter, (0,), 5) == [0] * 5
     assert sent(arbiter, (0, 2), 4) == [2, 0, 0, 2]
     assert arbiter.next_vl((7,)) is None
+    assert [arbiter.next_vl(waiting) for waiting in ((0,), (2,), (0, 2), (0, 2))] == [0, 2, 0, 2]
 
 
 def test_lane_weights() -> None:
@@ -135,6 +136,8 @@ backlogs = st.lists(st.integers(0, 3), min_size=1, unique=True).map(tuple)
 
 
 @SETTINGS
+@example(((0, 1),), ((2, 64),), 0, (0, 2), 4096, False)
+@example(((0, 1), (1, 200)), ((2, 64), (1, 9)), 0, (0, 1, 2), 1024, True)
 @given(entries, entries, limits, backlogs, st.sampled_from((1024, 2048, 4096)), st.booleans())
 def test_the_fluid_limit_is_what_the_packet_model_sends(
     high: tuple[tuple[int, int], ...],
