@@ -126,12 +126,11 @@ def _write(folder: Path, figures: Sequence[Figure], rows: dict[str, list[Row]], 
         ),
     )  # fmt: skip
     for figure in figures:
-        plots.draw(
-            figure,
-            rows[figure.name],
-            folder / f"{figure.name}.png",
-            note=tables.QUICK_NOTE if scope.quick and figure.cases(scope) else "",
-        )
+        plots.draw(figure, rows[figure.name], folder / f"{figure.name}.png", note=_note(figure, scope))
+
+
+def _note(figure: Figure, scope: Scope) -> str:
+    return tables.QUICK_NOTE if scope.quick and figure.cases(scope) else ""
 
 
 def _print(folder: Path, figures: Sequence[Figure], rows: dict[str, list[Row]], scope: Scope) -> None:
@@ -139,10 +138,10 @@ def _print(folder: Path, figures: Sequence[Figure], rows: dict[str, list[Row]], 
     if not out.is_terminal:
         out.width = _PLAIN_WIDTH
     for figure in figures:
-        out.print(tables.figure_table(figure, rows[figure.name], quick=scope.quick))
+        out.print(tables.figure_table(figure, rows[figure.name], note=_note(figure, scope)))
     everything = [row for figure in figures for row in rows[figure.name]]
     if len(figures) == len(FIGURES):
-        out.print(tables.acceptance_table(criteria(everything), quick=scope.quick))
+        out.print(tables.acceptance_table(criteria(everything), note=tables.QUICK_NOTE if scope.quick else ""))
     if not scope.quick:
         out.print(tables.summary_line(everything), soft_wrap=True)
     out.print(f"Run folder: {folder}", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,10 +15,9 @@ from testbed.paper.rows import Kind, Row, number
 QUICK_NOTE = "a tenth of the agents: does not compare with the paper"
 
 
-def figure_table(figure: Figure, rows: Iterable[Row], *, quick: bool) -> Table:
-    """The listed rows of a figure; a value that was calibrated on says so."""
-    note = f" [{QUICK_NOTE}]" if quick and figure.name != "table1" else ""
-    table = Table(title=Text(f"{figure.name}: {figure.title}{note}"), title_justify="left")
+def figure_table(figure: Figure, rows: Iterable[Row], *, note: str = "") -> RenderableType:
+    """The listed rows of a figure; a value that was calibrated on says so. ``note`` goes behind the title."""
+    table = Table()
     for column in ("cell", "system"):
         table.add_column(column)
     for column in ("paper", "ours", "error"):
@@ -26,18 +26,17 @@ def figure_table(figure: Figure, rows: Iterable[Row], *, quick: bool) -> Table:
     for row in rows:
         if row.listed:
             table.add_row(Text(row.cell), row.system, *map(_short, (row.paper, row.ours)), _error(row), row.kind.value)
-    return table
+    return Group(_heading(f"{figure.name}: {figure.title}", note), table)
 
 
-def acceptance_table(criteria: Sequence[Criterion], *, quick: bool) -> Table:
+def acceptance_table(criteria: Sequence[Criterion], *, note: str = "") -> RenderableType:
     """One line per criterion."""
-    note = f" [{QUICK_NOTE}]" if quick else ""
-    table = Table(title=Text(f"What was to be reproduced{note}"), title_justify="left")
+    table = Table()
     for column in ("criterion", "", "ours (paper)"):
         table.add_column(column)
     for criterion in criteria:
         table.add_row(Text(criterion.text), "pass" if criterion.met else "MISS", Text(criterion.figures))
-    return table
+    return Group(_heading("What was to be reproduced", note), table)
 
 
 def summary_line(rows: Sequence[Row]) -> str:
@@ -48,6 +47,10 @@ def summary_line(rows: Sequence[Row]) -> str:
         if errors:
             parts.append(f"{len(errors)} {kind.value}, median error {errors[len(errors) // 2]:.1%}")
     return f"Compared with the paper: {'; '.join(parts) or 'nothing'}."
+
+
+def _heading(title: str, note: str) -> Text:
+    return Text(f"{title} ({note})" if note else title, style="bold")
 
 
 def _short(value: float | None) -> str:

@@ -71,7 +71,7 @@ def test_a_simulation_that_fails_leaves_the_others(workers: int) -> None:
 
 
 def test_a_killed_worker_is_a_sentence() -> None:
-    with pytest.raises(HostError, match="a simulation was killed.*use fewer --workers"):
+    with pytest.raises(HostError, match=r"a simulation was killed.*use fewer --workers"):
         Lab(workers=2, report=quiet, simulate=killed).run(CASES)
 
 
