@@ -59,7 +59,7 @@ def test_online_agents_busy_at_the_horizon_are_not_done() -> None:
     s = reduce(flow_result(ONLINE, submitted_s=[0.0, 0.0, 3560.0], agent=[0, 1, 1], finished=False))
     assert s.job_s == pytest.approx((10.5 + 3600.0) / 2)
     # who came late is cut short by the horizon, and does not count
-    late = reduce(flow_result(ONLINE, submitted_s=[0.0, 1801.0], agent=[0, 1], finished=False))
+    late = reduce(flow_result(ONLINE, submitted_s=[0.0, 1801.0, 1900.0], agent=[0, 1, 1], finished=False))
     assert late.job_s == pytest.approx(10.5)
 
 
