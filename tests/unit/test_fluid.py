@@ -87,6 +87,13 @@ def test_strict_leaves_kv_what_the_high_lane_cannot_use() -> None:
     assert run(net, [(0, 3000, "a", Lane.KV), (0, 1000, "a b", Lane.HIGH)]) == {0: 1000, 1: 1000}
 
 
+def test_lanes_hold_through_a_fair_resource() -> None:
+    """Lanes at the CNIC, equal shares at a PCIe link no wider: KV must not take half of the link."""
+    starts = [(0, 990, "cnic pcie", Lane.HIGH), (0, 1000, "cnic pcie", Lane.KV), (0, 1000, "cnic pcie", Lane.KV)]
+    assert run(network(("cnic", 1, STRICT), ("pcie", 1, FAIR)), starts) == {0: 990, 1: 2990, 2: 2990}
+    assert run(network(("cnic", 1, WEIGHTED), ("pcie", 1, FAIR)), starts) == {0: 1000, 1: 2990, 2: 2990}
+
+
 def test_kv_waits_without_an_end_behind_an_endless_high_lane() -> None:
     net = network(("a", 1, STRICT))
     net.start(0, 10, ("a",), Lane.KV, "kv")

@@ -13,7 +13,8 @@ Rates over several resources come from progressive filling: a resource *settles*
 every flow that still waits for a rate there (of the lane that is next, where lanes are strict; of the first flow,
 where it is fifo); the rates it offers become final and the rest is offered again. With ``fair`` everywhere this is
 the usual max-min allocation. Where two resources wait for each other (possible only if disciplines are mixed on one
-path) the smallest offer becomes final, and what that leaves unused is filled up fairly at the end.
+path, say lanes at the CNIC and fair shares at PCIe) lanes go before queues, queues before shares, and a lane's weight
+before a flow's equal part; what that leaves unused is filled up fairly at the end.
 
 Invariants: rates are integers in bits per second, no resource is given out beyond its rate, and every flow crosses
 at least one resource that has less than one bit per second left for each flow on it. Ports and flows are visited in
@@ -118,6 +119,14 @@ class Port:
         """The earliest flow without a final rate."""
         return next((flow for flow in self.flows.values() if flow.rate_bps == UNKNOWN), None)
 
+    def count(self, competing: Sequence[Contender]) -> None:
+        """Count the flows here that are in ``competing`` and without a rate, and offer to so many."""
+        self.unrated = [0, 0]
+        for flow in competing:
+            if flow.rate_bps == UNKNOWN and flow.order in self.flows:
+                self.unrated[flow.lane] += 1
+        self.make_offer()
+
     def make_offer(self) -> None:
         """Compute the rate that each flow of a lane would get here, given the rates that are final."""
         high, kv = self.unrated
@@ -132,7 +141,9 @@ class Port:
             self.offer = [left // high, UNKNOWN]
         else:
             shares = (self.high_share, self.usable_bps - self.high_share)
-            self.offer = [max(0, shares[lane] - self.used_bps[lane]) // self.unrated[lane] for lane in (0, 1)]
+            # A lane that has more than its share already (given while the other was held back) keeps it.
+            lefts = (min(max(0, shares[lane] - self.used_bps[lane]), left) for lane in (0, 1))
+            self.offer = [of_lane // count for of_lane, count in zip(lefts, self.unrated, strict=True)]
 
     def next_in_turn(self) -> list[Contender]:
         """Flows without a rate whose rates become final together once this resource settles."""
@@ -191,16 +202,30 @@ def _settle(ports: Sequence[Port]) -> bool:
     return False
 
 
-def _untie(flows: Sequence[Contender]) -> None:
-    """Resources wait for each other: make the smallest known offer final, or hold back the earliest flow."""
+def _untie(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
+    """Resources wait for each other: make the smallest known offer final, of those flows that others stand behind.
+
+    A flow that must wait for another (in the KV lane of a strict resource, or not the first of a fifo one) does not
+    compete with it elsewhere: what it could be given there would not get through.
+    """
     waiting = [flow for flow in flows if flow.rate_bps == UNKNOWN]
-    offers = [(min(_offer_to(port, flow) for port in flow.path), flow.order, flow) for flow in waiting]
-    known = [entry for entry in offers if entry[0] != UNKNOWN]
-    if known:
-        offer, _, flow = min(known)
-        _give(flow, offer)
-    else:
+    behind = [flow for flow in waiting if any(_offer_to(port, flow) == UNKNOWN for port in flow.path)]
+    held = {port.name: port for flow in behind for port in flow.path if _offer_to(port, flow) == UNKNOWN}
+    ready = [flow for flow in waiting if all(_offer_to(port, flow) != UNKNOWN for port in flow.path)]
+    if not ready:  # first in a queue, but in the KV lane elsewhere: lanes go before queues
         _give(waiting[0], 0)
+        return
+    ahead = [flow for flow in ready if any(port.name in held for port in flow.path)]
+    if ahead:
+        for port in ports:
+            port.count(ready)
+    offers = [(min(_offer_to(port, flow) for port in flow.path), flow) for flow in ahead or ready]
+    least = min(offer for offer, _ in offers)
+    for offer, flow in offers:
+        if offer == least:
+            _give(flow, offer)
+    for port in ports:
+        port.count(flows)
 
 
 def _top_up(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
@@ -230,13 +255,11 @@ def fill(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
         flow.rate_bps = UNKNOWN
     for port in ports:
         port.used_bps = [0, 0]
-        high = sum(1 for flow in port.flows.values() if flow.lane is Lane.HIGH)
-        port.unrated = [high, len(port.flows) - high]
-        port.make_offer()
+        port.count(flows)
     tied = False
     while any(port.unrated[0] or port.unrated[1] for port in ports):
         if not _settle(ports):
             tied = True
-            _untie(flows)
+            _untie(ports, flows)
     if tied:
         _top_up(ports, flows)
