@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testbed.kvmodel": {"testbed.errors", "testbed.protocol"},
     "testbed.models": {"testbed.units", "testbed.errors", "testbed.protocol", "testbed.fabric.spec"},
     "testbed.analysis": {"testbed.units", "testbed.errors", "testbed.models"},
+    "testbed.sweep": {"testbed.errors", "testbed.runtime.plan", "testbed.metrics", "scenarios", "topologies"},
     "testbed.workload": {"testbed.units", "testbed.errors", "testbed.protocol"},
     "emulators": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec", "testbed.protocol"},
     "testbed.trace": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.protocol"},

@@ -1,0 +1,1 @@
+"""Many runs of one scenario, and one table of them."""

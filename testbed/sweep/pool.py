@@ -1,0 +1,107 @@
+"""Runs jobs at the same time, each in a process of its own that is forked from this one.
+
+A process per job, and not a worker that takes many: a run may fork (the live world does), may grow large, may be killed
+by the kernel; none of it reaches the next run. Nothing here uses threads, so that forking stays safe.
+
+Invariants: at most ``workers`` processes at a time; when ``run_all`` returns or raises, none of them is left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_S = 1.0
+_PATIENCE_S = 20.0
+"""How long an interrupted run may take to tidy up before it is killed."""
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Interruptions wait until this is left."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Generic[T]):
+    """Something to run, and the file that takes what it prints."""
+
+    subject: T
+    output: Path
+
+
+def run_all(
+    tasks: Sequence[Task[T]], work: Callable[[T], int], workers: int, told: Callable[[T | None, str], None]
+) -> None:
+    """Run ``work`` on every subject; ``told`` hears of each end how it was ("" for exit codes that a run explains
+    itself), and of None once a second while nothing ends.
+
+    An interruption (KeyboardInterrupt) is passed on to the runs, waited for, and raised.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting = list(reversed(tasks))
+    running: dict[int, tuple[ForkProcess, Task[T]]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                task = waiting.pop()
+                process = context.Process(target=_child, args=(task, work))
+                with _uninterrupted():  # a process that has started is in the list
+                    process.start()
+                    running[process.sentinel] = (process, task)
+            ended = multiprocessing.connection.wait(list(running), timeout=_POLL_S)
+            if not ended:
+                told(None, "")
+            for sentinel in ended:
+                assert isinstance(sentinel, int)
+                process, task = running.pop(sentinel)
+                process.join()
+                told(task.subject, _how(process.exitcode))
+                process.close()
+    finally:
+        with _uninterrupted():  # impatience must not leave a process behind
+            _stop([process for process, _ in running.values()])
+
+
+def _child(task: Task[T], work: Callable[[T], int]) -> None:
+    os.setpgid(0, 0)  # Ctrl-C reaches the sweep alone, which passes it on once
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTIONS)
+    with task.output.open("w", encoding="utf-8", buffering=1) as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        sys.stdout = sys.stderr = file  # whatever they were, a terminal or something that captures
+        sys.exit(work(task.subject))
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code else ""
+
+
+def _stop(processes: Sequence[ForkProcess]) -> None:
+    """End what still runs: asked first, as Ctrl-C would, then killed."""
+    for process in processes:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+    for process in processes:
+        process.join(_PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
