@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from testbed.errors import HostError, TestbedError
+from testbed.fabric.live.syscalls import die_with_parent
 from testbed.flowsim.run import FlowCase, FlowResult, simulate
 from testbed.paper.cases import describe, expected_requests
 from testbed.paper.summary import CaseSummary, blank, reduce
@@ -66,6 +67,8 @@ class Lab:
         """
         todo = sorted(set(cases) - self._done.keys(), key=lambda case: (-expected_requests(case), describe(case)))
         progress = _Progress(report=self.report, total=sum(map(expected_requests, todo)))
+        if todo:
+            self.report(STAGE, 0.0)
         if self.workers == 1:
             for case in todo:
                 self(case)
@@ -108,9 +111,13 @@ class _Progress:
 
 
 def _begin() -> None:
-    """In a worker: Ctrl-C reaches the whole group; the parent tells of it, a worker just ends."""
+    """In a worker: it just ends when Ctrl-C reaches the whole group (the parent tells of it), and with its parent.
+
+    A simulation holds the interpreter for minutes, so the kernel has to end it, not a thread.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent(signal.SIGKILL)
 
 
 def _work(simulate_case: Simulate, case: FlowCase) -> Done:

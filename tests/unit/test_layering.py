@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "testbed.workload",
         "testbed.analysis",
         "testbed.flowsim",
+        "testbed.fabric.live.syscalls",
     },
     "testbed.fabric.live": {
         "testbed.units",

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +29,14 @@ def run(out: Path, *figures: str, workers: int = 1, quick: bool = False) -> Path
     assert paper(PaperRequest(figures=figures, workers=workers, quick=quick, out=out), fake_simulate) == 0
     (folder,) = out.iterdir()
     return folder
+
+
+def _eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to hold within 30 s."""
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -105,6 +118,36 @@ def test_bad_input_is_a_sentence_and_code_2(arguments: list[str], sentence: str,
     done = CliRunner().invoke(app, ["paper", *arguments, "--out", str(tmp_path / "runs")])
     assert done.exit_code == 2 and sentence in done.stderr and done.stdout == ""
     assert done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+SLOW = """
+import os, pathlib, sys, time
+from testbed.cli.paper import PaperRequest, paper
+
+def slow(case):
+    pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+    time.sleep(60)
+
+paper(PaperRequest(figures=("fig14",), workers=2, out=pathlib.Path(sys.argv[1], "runs")), slow)
+"""
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_command(ending: signal.Signals, tmp_path: Path) -> None:
+    command = subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path)], stderr=subprocess.DEVNULL)
+    assert _eventually(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    workers = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert all(map(_runs, workers))
+    command.send_signal(ending)
+    assert command.wait(timeout=10) == -ending
+    assert _eventually(lambda: not any(map(_runs, workers)))
 
 
 def test_a_place_that_cannot_hold_the_folder(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_each_case_once_and_the_longest_first() -> None:
 
     lab = Lab(workers=1, report=lambda stage, share: shares.append(share), simulate=simulate)
     lab.run([*CASES, *CASES])
-    assert order == [30, 20, 10] and shares == pytest.approx([0.5, 5 / 6, 1.0])
+    assert order == [30, 20, 10] and shares == pytest.approx([0.0, 0.5, 5 / 6, 1.0])
     assert lab(CASES[0]).jct_s == 10.0 and len(order) == 3
     assert lab(SCOPE.offline("ds-660b", "64K", "dualpath", 40)).jct_s == 40.0 and order[-1] == 40
     lab.run(CASES)
