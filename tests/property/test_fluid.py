@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -38,6 +39,11 @@ def networks(kinds: tuple[Discipline, ...] = tuple(Discipline)) -> st.SearchStra
             for name, (rate, kind, high, kv) in zip(NAMES, specs, strict=True)
         )
     )
+
+
+def with_a(resources: tuple[Resource, ...], kind: Discipline) -> tuple[Resource, ...]:
+    """The same resources, the first of another discipline."""
+    return (Resource(name="a", rate_bps=resources[0].rate_bps, discipline=kind), *resources[1:])
 
 
 @dataclass
@@ -166,25 +172,14 @@ def test_weighted_lanes_divide_by_weight(high_weight: int, kv_weight: int, high:
 
 
 @SETTINGS
-@given(networks(SHARED), loads(), st.randoms(use_true_random=False))
+@given(networks((Discipline.FAIR,)), st.sampled_from(SHARED), loads(), st.randoms(use_true_random=False))
 def test_shared_flows_do_not_depend_on_the_order_at_one_instant(
-    resources: tuple[Resource, ...], starts: list[Start], chance: object
+    resources: tuple[Resource, ...], kind: Discipline, starts: list[Start], chance: random.Random
 ) -> None:
-    """Where all is shared, only the instant of a start counts, not its place among the starts of that instant.
-
-    One discipline for all resources: where they are mixed, a tie is broken by the order of start.
-    """
-    resources = tuple(
-        Resource(name=r.name, rate_bps=r.rate_bps, discipline=Discipline.FAIR if i % 2 else resources[0].discipline)
-        for i, r in enumerate(resources)
-    )
-    if resources[0].discipline in (Discipline.WEIGHTED, Discipline.INFINIBAND):
-        resources = tuple(
-            Resource(name=r.name, rate_bps=r.rate_bps, discipline=Discipline.FAIR if r.name != "a" else r.discipline)
-            for r in resources
-        )
+    """Only the instant of a start counts, not its place among the starts of that instant."""
+    resources = with_a(resources, kind)
     places = list(range(len(starts)))
-    chance.shuffle(places)  # type: ignore[attr-defined]
+    chance.shuffle(places)
     places.sort(key=lambda place: starts[place][0])
     ends, shuffled = run(resources, starts).ends, run(resources, [starts[place] for place in places]).ends
     assert ends == {place: shuffled[i] for i, place in enumerate(places)}
@@ -264,16 +259,12 @@ def test_strict_lanes_on_every_resource(resources: tuple[Resource, ...], wanted:
     assert high == [flow.rate_bps for flow in alone]
 
 
-def through_a(resources: tuple[Resource, ...], kind: Discipline) -> tuple[Resource, ...]:
-    return (Resource(name="a", rate_bps=resources[0].rate_bps, discipline=kind), *resources[1:])
-
-
 @SETTINGS
 @given(networks((Discipline.FAIR,)), flows)
 def test_one_strict_resource_on_every_path_is_enough(resources: tuple[Resource, ...], wanted: list[Want]) -> None:
     """KV takes no fair share elsewhere that it could not get through the lanes."""
     wanted = [(("a", *(name for name in path if name != "a")), lane) for path, lane in wanted]
-    resources = through_a(resources, Discipline.STRICT)
+    resources = with_a(resources, Discipline.STRICT)
     _, contenders = filled(resources, wanted)
     high = [flow.rate_bps for flow in contenders if flow.lane is Lane.HIGH]
     _, alone = filled(resources, [want for want in wanted if want[1] is Lane.HIGH])
@@ -285,7 +276,7 @@ def test_one_strict_resource_on_every_path_is_enough(resources: tuple[Resource, 
 def test_one_fifo_resource_on_every_path_serves_in_order(resources: tuple[Resource, ...], wanted: list[Want]) -> None:
     """Each flow gets the least that those before it leave on its path."""
     wanted = [(("a", *(name for name in path if name != "a")), lane) for path, lane in wanted]
-    resources = through_a(resources, Discipline.FIFO)
+    resources = with_a(resources, Discipline.FIFO)
     _, contenders = filled(resources, wanted)
     left = {r.name: r.rate_bps for r in resources}
     for flow, (path, _) in zip(contenders, wanted, strict=True):

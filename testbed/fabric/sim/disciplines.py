@@ -119,14 +119,6 @@ class Port:
         """The earliest flow without a final rate."""
         return next((flow for flow in self.flows.values() if flow.rate_bps == UNKNOWN), None)
 
-    def count(self, competing: Sequence[Contender]) -> None:
-        """Count the flows here that are in ``competing`` and without a rate, and offer to so many."""
-        self.unrated = [0, 0]
-        for flow in competing:
-            if flow.rate_bps == UNKNOWN and flow.order in self.flows:
-                self.unrated[flow.lane] += 1
-        self.make_offer()
-
     def make_offer(self) -> None:
         """Compute the rate that each flow of a lane would get here, given the rates that are final."""
         high, kv = self.unrated
@@ -173,12 +165,29 @@ def _offer_to(port: Port, flow: Contender) -> int:
     return port.offer[flow.lane]
 
 
-def _give(flow: Contender, rate_bps: int) -> None:
-    flow.rate_bps = rate_bps
-    for port in flow.path:
-        port.used_bps[flow.lane] += rate_bps
-        port.unrated[flow.lane] -= 1
-    for port in flow.path:
+def _compete(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
+    """Count those of ``flows`` that have no rate at each port, and offer to so many."""
+    for port in ports:
+        port.unrated = [0, 0]
+    for flow in flows:
+        if flow.rate_bps == UNKNOWN:
+            for port in flow.path:
+                port.unrated[flow.lane] += 1
+    for port in ports:
+        port.make_offer()
+
+
+def _give(rates: Sequence[tuple[Contender, int]]) -> None:
+    """Make rates final, and offer anew wherever these flows pass."""
+    passed: dict[str, Port] = {}
+    for flow, rate_bps in rates:
+        flow.rate_bps = rate_bps
+        lane = flow.lane
+        for port in flow.path:
+            port.used_bps[lane] += rate_bps
+            port.unrated[lane] -= 1
+            passed[port.name] = port
+    for port in passed.values():
         port.make_offer()
 
 
@@ -188,16 +197,13 @@ def _settle(ports: Sequence[Port]) -> bool:
         turn = port.next_in_turn()
         if not turn:
             continue
-        if not port.left_bps:
-            rates = [0] * len(turn)
-        else:
-            rates = [port.offer[flow.lane] for flow in turn]
-            if any(
-                _offer_to(other, flow) < rate for flow, rate in zip(turn, rates, strict=True) for other in flow.path
-            ):
+        if port.left_bps:
+            rates = [(flow, port.offer[flow.lane]) for flow in turn]
+            if any(_offer_to(other, flow) < rate for flow, rate in rates for other in flow.path):
                 continue
-        for flow, rate in zip(turn, rates, strict=True):
-            _give(flow, rate)
+        else:
+            rates = [(flow, 0) for flow in turn]
+        _give(rates)
         return True
     return False
 
@@ -213,19 +219,15 @@ def _untie(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
     held = {port.name: port for flow in behind for port in flow.path if _offer_to(port, flow) == UNKNOWN}
     ready = [flow for flow in waiting if all(_offer_to(port, flow) != UNKNOWN for port in flow.path)]
     if not ready:  # first in a queue, but in the KV lane elsewhere: lanes go before queues
-        _give(waiting[0], 0)
+        _give([(waiting[0], 0)])
         return
     ahead = [flow for flow in ready if any(port.name in held for port in flow.path)]
     if ahead:
-        for port in ports:
-            port.count(ready)
+        _compete(ports, ready)
     offers = [(min(_offer_to(port, flow) for port in flow.path), flow) for flow in ahead or ready]
     least = min(offer for offer, _ in offers)
-    for offer, flow in offers:
-        if offer == least:
-            _give(flow, offer)
-    for port in ports:
-        port.count(flows)
+    _give([(flow, offer) for offer, flow in offers if offer == least])
+    _compete(ports, flows)
 
 
 def _top_up(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
@@ -255,7 +257,7 @@ def fill(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
         flow.rate_bps = UNKNOWN
     for port in ports:
         port.used_bps = [0, 0]
-        port.count(flows)
+    _compete(ports, flows)
     tied = False
     while any(port.unrated[0] or port.unrated[1] for port in ports):
         if not _settle(ports):
