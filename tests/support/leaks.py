@@ -12,6 +12,7 @@ from typing import Any
 
 from testbed.protocol.pages import PagePool
 from tests.support.local_world import LocalWorld
+from tests.support.sim_cluster import SimCluster
 
 LASTING = {
     "_ended": "names of ended requests, bounded: late messages are known by them",
@@ -32,7 +33,7 @@ INNER = {
 }
 
 
-def leaks(world: LocalWorld) -> list[str]:
+def leaks(world: LocalWorld | SimCluster) -> list[str]:
     """Everything that is still held somewhere, by name."""
     found: list[str] = []
     for name, role in world.roles.items():
@@ -41,7 +42,8 @@ def leaks(world: LocalWorld) -> list[str]:
             found.append(f"{name}: {len(role.grants)} grants open")
         if left := set(role.deadlines) - {"fetch"}:
             found.append(f"{name}: deadlines {sorted(left)}")
-        if role.device is not None and (role.device._sequences or role.device._prompts):
+        gpu: Any = getattr(role, "device", None) or getattr(role, "gpu", None)
+        if gpu is not None and (gpu._sequences or getattr(gpu, "_prompts", ()) or getattr(gpu, "_spoilt", ())):
             found.append(f"{name}: the GPU remembers requests")
     return found
 

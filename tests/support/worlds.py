@@ -1,4 +1,4 @@
-"""Small clusters and workloads for LocalWorld, and the step counts of the paper for what crosses each NIC."""
+"""Small clusters and workloads for both small worlds, and the paper's step counts for what crosses each NIC."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, node_of, snic_end
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.params import ProtocolParams
 from tests.support.local_world import LocalWorld
+from tests.support.sim_cluster import SimCluster
 
 RATE = 10**8
 TINY = BlockLayout(model="tiny", layers=3, block_tokens=4, bytes_per_token_layer=8)
@@ -47,7 +48,9 @@ def small_params(layout: BlockLayout = TINY, **changes: object) -> ProtocolParam
     return ProtocolParams(layout=layout, **(values | changes))  # type: ignore[arg-type]
 
 
-def expected_bytes(world: LocalWorld, outcomes: Sequence[Outcome], replicas: int) -> Counter[tuple[str, str]]:
+def expected_bytes(
+    world: LocalWorld | SimCluster, outcomes: Sequence[Outcome], replicas: int
+) -> Counter[tuple[str, str]]:
     """Bytes per (sending NIC side, receiving NIC side) for completed rounds without chunking (reference, section 3).
 
     Storage servers are summed under the name "storage": which replica serves is the reader's choice. Written from the
@@ -80,7 +83,7 @@ def expected_bytes(world: LocalWorld, outcomes: Sequence[Outcome], replicas: int
     return Counter({path: size for path, size in total.items() if size})
 
 
-def seen_bytes(world: LocalWorld) -> Counter[tuple[str, str]]:
+def seen_bytes(world: LocalWorld | SimCluster) -> Counter[tuple[str, str]]:
     """What the world carried, storage servers summed."""
     names = {snic_endpoint(server): "storage" for server in world.plan.storage}
     total = Counter[tuple[str, str]]()

@@ -20,7 +20,9 @@ PINNED = (
     "workload.start_turn=3", "workload.max_turns=8", "protocol.block_tokens=512", "gpu.speedup=8",
 )  # fmt: skip
 """Figures of quickstart that tests count on, whatever it is tuned to."""
-SHIPPED = {"quickstart", "one-pe-two-de", "two-pe-one-de", "two-pe-four-de", "swe-agent", "ablation"}
+SHIPPED = {
+    "quickstart", "one-pe-two-de", "two-pe-one-de", "two-pe-four-de", "swe-agent", "ablation", "cnic-bound", "compute-bound",
+}  # fmt: skip
 TRAJECTORY = """{"history": [{"role": "user", "content": "fix the bug please"},
  {"role": "assistant", "content": "let me look at it"}, {"role": "user", "content": "a file"},
  {"role": "assistant", "content": "it is fixed now"}]}"""

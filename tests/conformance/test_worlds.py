@@ -1,0 +1,70 @@
+"""The same cases in every world: all rounds complete, same hits, right tokens, the step counts, nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from testbed.protocol.params import SYSTEMS
+from tests.conformance.cases import CASES, Case
+from tests.support.leaks import leaks
+from tests.support.local_world import LocalWorld
+from tests.support.sim_cluster import SimCluster
+from tests.support.worlds import expected_bytes, seen_bytes
+
+Hosted = LocalWorld | SimCluster
+Build = Callable[[Case, str, int], Hosted]
+
+
+def real_bytes(case: Case, system: str, seed: int) -> LocalWorld:
+    return LocalWorld(case.spec, case.params, system, case.scripts, seed=seed, starts_ns=case.starts_ns)
+
+
+def sizes_only(case: Case, system: str, seed: int) -> SimCluster:
+    return SimCluster(case.spec, case.params, system, case.scripts, seed=seed, starts_ns=case.starts_ns)
+
+
+WORLDS: dict[str, Build] = {"real bytes": real_bytes, "sim": sizes_only}
+
+
+def hits_of(world: Hosted) -> dict[tuple[int, int], int]:
+    return {(o.agent, o.turn): o.hit_tokens for o in world.driver.outcomes}
+
+
+def shared_blocks_hit(case: Case) -> bool:
+    return case.shared >= case.params.layout.block_tokens
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_worlds_serve_alike(system: str, case: Case) -> None:
+    hits = {}
+    for name, build in WORLDS.items():
+        world = build(case, system, 3)
+        outcomes = world.run()
+        rounds = sum(len(turns) for turns in case.turns)
+        assert [o.error_detail for o in outcomes if o.error] == [] and len(outcomes) == rounds, name
+        assert all(o.completed_ns for o in outcomes), name
+        assert world.check_tokens() == sum(g for turns in case.turns for _, g in turns), name
+        assert not world.refusals, name
+        world.drain()
+        assert leaks(world) == [], name
+        _check_bytes(world, case, system, name)
+        hits[name] = hits_of(world)
+    assert hits["sim"] == hits["real bytes"]
+    first = [hit for (agent, turn), hit in hits["sim"].items() if turn == 0 and agent]
+    assert any(first) == shared_blocks_hit(case)
+
+
+def _check_bytes(world: Hosted, case: Case, system: str, name: str) -> None:
+    seen = seen_bytes(world)
+    if not SYSTEMS[system].moves_kv:
+        assert not seen, name
+        return
+    expected = expected_bytes(world, world.driver.outcomes, case.replicas)
+    if not case.chunked:
+        assert seen == expected, name
+        return
+    assert {path for path in expected if seen[path] < expected[path]} == set(), name
+    assert all("gpu" in to and to.startswith("pe") for (via, to), n in seen.items() if n > expected[via, to]), name
