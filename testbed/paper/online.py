@@ -10,7 +10,7 @@ broke the SLO or came to its horizon unsettled (still drifting, so what counts i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,17 +78,19 @@ def within_slo(outcome: Outcome, ttft_s: float, tpot_s: float) -> bool:
     return outcome is not Outcome.OVER and ttft_s <= TTFT_SLO_S and tpot_s <= TPOT_SLO_S
 
 
-def aps_grid(step: float, highest: float = 1.0) -> tuple[float, ...]:
+def aps_grid(step: float, highest: float) -> tuple[float, ...]:
     """``step``, 2 ``step``, ... up to ``highest``, without the dust of adding floats."""
     return tuple(round(step * i, 6) for i in range(1, int(highest / step + 1e-9) + 1))
 
 
-def capacity(within: Callable[[float], bool], grid: Sequence[float]) -> float:
+def capacity(within: Callable[[float], bool], grid: Sequence[float], known: Mapping[float, bool]) -> float:
     """The largest value of a rising ``grid`` that is ``within``, by bisection; 0 if not even the first is.
 
-    Takes for granted that what is within at one load is within at every smaller one.
+    Takes for granted that what is within at one load is within at every smaller one. ``known``: loads answered before;
+    the search starts between the smallest that is not within and the largest below it that is.
     """
-    low, high = -1, len(grid)
+    high = min((i for i, aps in enumerate(grid) if known.get(aps) is False), default=len(grid))
+    low = max((i for i, aps in enumerate(grid[:high]) if known.get(aps)), default=-1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if within(grid[middle]) else (low, middle)

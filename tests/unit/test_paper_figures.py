@@ -145,6 +145,14 @@ def test_a_finer_step_finds_more(desk: Desk) -> None:
     assert fine["660B: largest APS within the SLO", "Basic"].ours == 0.27
 
 
+def test_a_capacity_beyond_the_search_says_so() -> None:
+    def idle(case: FlowCase) -> CaseSummary:
+        return replace(fake(case), stop=Stop(outcome=Outcome.STEADY, from_s=0.0, until_s=1.0), ttft_s=0.1)
+
+    r = {(row.cell, row.system): row for row in FIGURES["fig10"].rows(SCOPE, idle)}
+    assert r["27B (the search ends there): largest APS within the SLO", "Basic"].ours == 2.0
+
+
 def test_figure_11(desk: Desk) -> None:
     r = rows("fig11", desk)
     assert r["660B 0.1 APS: job time, s", "DualPath"].paper == 569.0

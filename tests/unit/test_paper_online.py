@@ -72,16 +72,30 @@ def test_capacity_is_found_in_few_runs(largest: float) -> None:
         asked.append(aps)
         return aps <= largest
 
-    assert capacity(within, aps_grid(0.05)) == largest
+    assert capacity(within, aps_grid(0.05, 1.0), {}) == largest
     assert len(asked) <= 5 and len(set(asked)) == len(asked)
 
 
 def test_a_finer_grid_finds_more() -> None:
-    assert capacity(lambda aps: aps <= 0.237, aps_grid(0.05)) == 0.2
-    assert capacity(lambda aps: aps <= 0.237, aps_grid(0.01)) == 0.23
+    assert capacity(lambda aps: aps <= 0.237, aps_grid(0.05, 1.0), {}) == 0.2
+    assert capacity(lambda aps: aps <= 0.237, aps_grid(0.01, 1.0), {}) == 0.23
 
 
 def test_the_grid_is_free_of_dust() -> None:
-    grid = aps_grid(0.05)
+    grid = aps_grid(0.05, 1.0)
     assert len(grid) == 20 and grid[2] == 0.15 and grid[-1] == 1.0
-    assert aps_grid(0.3) == (0.3, 0.6, 0.9)
+    assert aps_grid(0.3, 1.0) == (0.3, 0.6, 0.9)
+
+
+def test_a_search_starts_from_what_is_known() -> None:
+    asked: list[float] = []
+
+    def within(aps: float) -> bool:
+        asked.append(aps)
+        return aps <= 0.35
+
+    known = {0.1: True, 0.3: True, 0.4: False, 0.5: False}
+    assert capacity(within, aps_grid(0.05, 1.0), known) == 0.35 and asked == [0.35]
+    assert capacity(within, aps_grid(0.05, 1.0), {0.05: False}) == 0.0 and asked == [0.35]
+    # a point that is within above one that is not, by the noise of a run, does not count
+    assert capacity(within, aps_grid(0.1, 1.0), {0.1: True, 0.2: False, 0.3: True}) == 0.1 and asked == [0.35]

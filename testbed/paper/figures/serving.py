@@ -26,7 +26,7 @@ _SYSTEMS = ("oracle", "dualpath", "basic")
 _APS = {"ds-660b": reference.FIGURE_10_APS, "ds-27b": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)}
 _BASIC_UP_TO = {"ds-660b": 0.3, "ds-27b": 0.5}
 """Basic is long over the SLO beyond."""
-_HIGHEST_APS = 1.0
+_HIGHEST_APS = 2.0
 _LOW_LOAD_APS = 0.1
 
 
@@ -92,13 +92,17 @@ def _capacity_rows(scope: Scope, results: Results, model: str) -> list[Row]:
     grid = aps_grid(scope.aps_step, _HIGHEST_APS)
 
     def largest(system: str) -> float:
-        return capacity(lambda aps: results(scope.online(model, system, aps)).within_slo, grid)
+        def within(aps: float) -> bool:
+            return results(scope.online(model, system, aps)).within_slo
+
+        drawn = [aps for drawn_model, drawn_system, aps in _loads() if (drawn_model, drawn_system) == (model, system)]
+        return capacity(within, grid, {aps: within(aps) for aps in drawn})
 
     found = {system: largest(system) for system in _SYSTEMS}
     rows = [
         Row(
             figure="fig10",
-            where=model_title(model),
+            where=model_title(model) + (" (the search ends there)" if aps == grid[-1] else ""),
             quantity=CAPACITY,
             system=system_title(system),
             paper=reference.CAPACITY_APS.get((model, system)),
