@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from testbed.fabric.spec import ClusterSpec, NodeKind
 from testbed.ids import leader_role, node_of
@@ -15,16 +15,17 @@ class GroupPlan:
     name: str
     kind: NodeKind
     engines: tuple[str, ...]
+    nodes: tuple[str, ...] = field(init=False, compare=False)
+    """Nodes that the group spans."""
+
+    def __post_init__(self) -> None:
+        """Looked up for every request and block, so it is found out once."""
+        object.__setattr__(self, "nodes", tuple(dict.fromkeys(node_of(e) for e in self.engines)))
 
     @property
     def leader(self) -> str:
         """Role of the leader engine (rank 0)."""
         return leader_role(self.engines[0])
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Nodes that the group spans."""
-        return tuple(dict.fromkeys(node_of(e) for e in self.engines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,11 @@ class ClusterPlan:
 
     groups: tuple[GroupPlan, ...]
     storage: tuple[str, ...]
+    _group_of: dict[str, GroupPlan] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Looked up for every request and block, so it is found out once."""
+        object.__setattr__(self, "_group_of", {node: group for group in self.groups for node in group.nodes})
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -45,7 +51,7 @@ class ClusterPlan:
 
     def group_of_node(self, node: str) -> GroupPlan:
         """The group of a node's engines."""
-        return next(group for group in self.groups if node in group.nodes)
+        return self._group_of[node]
 
     def leader_of(self, engine: str) -> str:
         """Leader role of an engine's group."""
