@@ -231,15 +231,20 @@ def plan(
     prefill: Annotated[int, typer.Option(help="Prefill nodes (P).")] = 2,
     decode: Annotated[int, typer.Option(help="Decode nodes (D).")] = 4,
     plot: Annotated[Path | None, typer.Option(help="Draw the region of s/g and P/D into this file.")] = None,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Simulate clusters across both bounds (minutes).")] = False,
 ) -> int:
     """Which resource limits a P:D ratio: equations 1-9 of the paper's section 4.2."""
     from testbed.cli import analysis  # noqa: PLC0415
 
-    return analysis.plan(
-        analysis.PlanRequest(
-            gpus=gpus, s=s, cnic_gbit=cnic_gbit, memory_gb_s=memory_gb_s, prefill=prefill, decode=decode, plot=plot
-        )
+    request = analysis.PlanRequest(
+        gpus=gpus, s=s, cnic_gbit=cnic_gbit, memory_gb_s=memory_gb_s, prefill=prefill, decode=decode, plot=plot
     )
+    code = analysis.plan(request)
+    if confirm:
+        from testbed.cli.confirm import confirm as simulate  # noqa: PLC0415
+
+        code = simulate(request.setting)
+    return code
 
 
 @app.command()
