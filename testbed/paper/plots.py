@@ -37,7 +37,7 @@ def draw(figure: Figure, rows: Iterable[Row], path: Path, *, note: str = "") -> 
     lines = math.ceil(len(panels) / columns)
     canvas = Canvas(figsize=(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * lines + 0.5), layout="constrained")
     FigureCanvasAgg(canvas)
-    canvas.suptitle(f"{figure.name}: {figure.title}{f' ({note})' if note else ''}")
+    canvas.suptitle(f"{figure.name}: {figure.title}{f' ({note})' if note else ''}", fontsize=10, wrap=True)
     axes = canvas.subplots(lines, columns, squeeze=False)
     for ax, (title, content) in zip(axes.flat, panels.items(), strict=False):
         _draw_panel(ax, content)
