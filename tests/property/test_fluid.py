@@ -222,10 +222,6 @@ def filled(resources: tuple[Resource, ...], wanted: list[Want]) -> tuple[list[Po
     return list(ports.values()), contenders
 
 
-def is_full(port: Port) -> bool:
-    return port.left_bps < len(port.flows)
-
-
 @SETTINGS
 @given(networks(), flows)
 def test_every_flow_crosses_a_full_resource(resources: tuple[Resource, ...], wanted: list[Want]) -> None:
@@ -234,7 +230,7 @@ def test_every_flow_crosses_a_full_resource(resources: tuple[Resource, ...], wan
     for port in ports:
         assert sum(flow.rate_bps for flow in port.flows.values()) == port.rate_bps - port.left_bps <= port.rate_bps
     for flow in contenders:
-        assert flow.rate_bps >= 0 and any(is_full(port) for port in flow.path)
+        assert flow.rate_bps >= 0 and any(port.is_full for port in flow.path)
 
 
 @SETTINGS
@@ -244,7 +240,7 @@ def test_fair_is_max_min(resources: tuple[Resource, ...], wanted: list[Want]) ->
     _, contenders = filled(resources, wanted)
     for flow in contenders:
         assert any(
-            is_full(port) and all(other.rate_bps <= flow.rate_bps + len(port.flows) for other in port.flows.values())
+            port.is_full and all(other.rate_bps <= flow.rate_bps + len(port.flows) for other in port.flows.values())
             for port in flow.path
         )
 
@@ -259,26 +255,47 @@ def test_strict_lanes_on_every_resource(resources: tuple[Resource, ...], wanted:
     assert high == [flow.rate_bps for flow in alone]
 
 
+def through_a(wanted: list[Want]) -> list[Want]:
+    return [(("a", *(name for name in path if name != "a")), lane) for path, lane in wanted]
+
+
 @SETTINGS
 @given(networks((Discipline.FAIR,)), flows)
-def test_one_strict_resource_on_every_path_is_enough(resources: tuple[Resource, ...], wanted: list[Want]) -> None:
-    """KV takes no fair share elsewhere that it could not get through the lanes."""
-    wanted = [(("a", *(name for name in path if name != "a")), lane) for path, lane in wanted]
-    resources = with_a(resources, Discipline.STRICT)
-    _, contenders = filled(resources, wanted)
+def test_lanes_of_the_narrowest_resource_hold_through_the_others(
+    resources: tuple[Resource, ...], wanted: list[Want]
+) -> None:
+    """High flows have the rates they would have alone: KV takes no fair share that it could not get through."""
+    narrowest = min(resources, key=lambda r: r.rate_bps).rate_bps
+    wide = tuple(Resource(name=r.name, rate_bps=r.rate_bps, discipline=r.discipline) for r in resources[1:])
+    resources = (Resource(name="a", rate_bps=narrowest, discipline=Discipline.STRICT), *wide)
+    _, contenders = filled(resources, through_a(wanted))
     high = [flow.rate_bps for flow in contenders if flow.lane is Lane.HIGH]
-    _, alone = filled(resources, [want for want in wanted if want[1] is Lane.HIGH])
+    _, alone = filled(resources, [want for want in through_a(wanted) if want[1] is Lane.HIGH])
     assert all(abs(rate - flow.rate_bps) <= len(wanted) for rate, flow in zip(high, alone, strict=True))
 
 
 @SETTINGS
-@given(networks((Discipline.FAIR,)), flows)
-def test_one_fifo_resource_on_every_path_serves_in_order(resources: tuple[Resource, ...], wanted: list[Want]) -> None:
-    """Each flow gets the least that those before it leave on its path."""
-    wanted = [(("a", *(name for name in path if name != "a")), lane) for path, lane in wanted]
-    resources = with_a(resources, Discipline.FIFO)
-    _, contenders = filled(resources, wanted)
-    left = {r.name: r.rate_bps for r in resources}
-    for flow, (path, _) in zip(contenders, wanted, strict=True):
-        assert flow.rate_bps == min(left[name] for name in path)
-        left.update((name, left[name] - flow.rate_bps) for name in path)
+@given(networks((Discipline.FAIR,)), st.sampled_from(Discipline), flows)
+def test_a_resource_too_wide_to_fill_changes_nothing(
+    resources: tuple[Resource, ...], kind: Discipline, wanted: list[Want]
+) -> None:
+    wanted = [(path if len(path) > 1 else (*path, "b" if path[0] == "a" else "a"), lane) for path, lane in wanted]
+    wide = Resource(name="a", rate_bps=len(wanted) + sum(r.rate_bps for r in resources[1:]), discipline=kind)
+    _, contenders = filled((wide, *resources[1:]), wanted)
+    _, without = filled(resources[1:], [(tuple(n for n in path if n != "a"), lane) for path, lane in wanted])
+    assert [flow.rate_bps for flow in contenders] == [flow.rate_bps for flow in without]
+
+
+@SETTINGS
+@given(networks((Discipline.FAIR,)), st.sampled_from((Discipline.FIFO, Discipline.STRICT)), flows)
+def test_who_goes_first_on_a_full_resource_is_limited_elsewhere(
+    resources: tuple[Resource, ...], kind: Discipline, wanted: list[Want]
+) -> None:
+    """Or else nothing is left to those behind it, but for the rounding of equal parts."""
+    _, contenders = filled(with_a(resources, kind), through_a(wanted))
+    for flow in contenders:
+        if any(port.is_full for port in flow.path if port.name != "a"):
+            continue
+        for other in contenders:
+            behind = other.order > flow.order if kind is Discipline.FIFO else other.lane > flow.lane
+            assert not behind or other.rate_bps < len(wanted)

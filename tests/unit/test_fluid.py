@@ -94,6 +94,22 @@ def test_lanes_hold_through_a_fair_resource() -> None:
     assert run(network(("cnic", 1, WEIGHTED), ("pcie", 1, FAIR)), starts) == {0: 1000, 1: 2990, 2: 2990}
 
 
+@pytest.mark.parametrize("kind", [FIFO, STRICT, WEIGHTED])
+def test_a_narrower_fair_resource_knows_no_lanes_and_no_queue(kind: Discipline) -> None:
+    """PCIe in front of a CNIC that it cannot fill: GPUs lack quality of service on PCIe (paper 5)."""
+    starts = [(0, 1000, "cnic pcie", Lane.HIGH), (0, 1000, "cnic pcie", Lane.KV), (0, 1000, "cnic pcie", Lane.KV)]
+    assert run(network(("cnic", 1, kind), ("pcie", 0.75, FAIR)), starts) == {0: 4000, 1: 4000, 2: 4000}
+
+
+def test_a_bystander_leaves_those_behind_the_high_lane_their_part() -> None:
+    """High and KV through lanes of 5, both and another flow through a fair 9: KV gets what the lanes have left."""
+    net = network(("lanes", 5, STRICT), ("fair", 9, FAIR))
+    for token, (path, lane) in enumerate([("lanes fair", Lane.HIGH), ("lanes fair", Lane.KV), ("fair", Lane.HIGH)]):
+        net.start(0, 10_000, tuple(path.split()), lane, token)
+    assert [net.carried_bytes("lanes", 1000, lane) for lane in Lane] == [4500, 500]
+    assert net.carried_bytes("fair", 1000) == 9000
+
+
 def test_kv_waits_without_an_end_behind_an_endless_high_lane() -> None:
     net = network(("a", 1, STRICT))
     net.start(0, 10, ("a",), Lane.KV, "kv")
@@ -101,6 +117,15 @@ def test_kv_waits_without_an_end_behind_an_endless_high_lane() -> None:
     assert net.next_ns() == 1000
     assert net.backlog_bytes("a", 500, Lane.KV) == 10 and net.carried_bytes("a", 500, Lane.KV) == 0
     assert net.complete(1000) == ["high"] and net.next_ns() == 1010
+
+
+def test_a_flow_with_nothing_left_ends_though_a_high_one_starts_first() -> None:
+    net = network(("a", 1, STRICT))
+    net.start(0, 100, ("a",), Lane.KV, "kv")
+    assert net.next_ns() == 100
+    net.start(100, 50, ("a",), Lane.HIGH, "high")
+    assert net.next_ns() == 100 and net.complete(100) == ["kv"]
+    assert net.next_ns() == 150 and net.complete(150) == ["high"]
 
 
 def test_weighted_lanes_share_and_borrow() -> None:

@@ -12,9 +12,12 @@ one direction of a link, or a memory's bandwidth; it has a rate and one of five 
 Rates over several resources come from progressive filling: a resource *settles* when it is the narrowest one of
 every flow that still waits for a rate there (of the lane that is next, where lanes are strict; of the first flow,
 where it is fifo); the rates it offers become final and the rest is offered again. With ``fair`` everywhere this is
-the usual max-min allocation. Where two resources wait for each other (possible only if disciplines are mixed on one
-path, say lanes at the CNIC and fair shares at PCIe) lanes go before queues, queues before shares, and a lane's weight
-before a flow's equal part; what that leaves unused is filled up fairly at the end.
+the usual max-min allocation. Whom to serve first is a question only where something is full, so all resources are
+filled as if fair to begin with, and again with the disciplines of those that this fills, until no others are.
+
+Where two resources wait for each other (possible only if disciplines are mixed on one path, say lanes at the CNIC and
+fair shares at a PCIe link no narrower) lanes go before queues, queues before shares, and a lane's weight before a
+flow's equal part; what that leaves unused is filled up fairly at the end.
 
 Invariants: rates are integers in bits per second, no resource is given out beyond its rate, and every flow crosses
 at least one resource that has less than one bit per second left for each flow on it. Ports and flows are visited in
@@ -94,14 +97,29 @@ UNKNOWN = -1
 
 
 class Port:
-    """A resource while it is being filled, with the flows that compete for it now (in order of start)."""
+    """A resource while it is being filled, with the flows that compete for it now (in order of start).
 
-    __slots__ = ("discipline", "flows", "high_share", "name", "offer", "rate_bps", "unrated", "usable_bps", "used_bps")
+    ``rule`` is its discipline where it is known to be full, else ``fair``.
+    """
+
+    __slots__ = (
+        "discipline",
+        "flows",
+        "high_share",
+        "name",
+        "offer",
+        "rate_bps",
+        "rule",
+        "unrated",
+        "usable_bps",
+        "used_bps",
+    )
 
     def __init__(self, spec: Resource) -> None:
         self.name = spec.name
         self.rate_bps = spec.rate_bps
         self.discipline = spec.discipline
+        self.rule = Discipline.FAIR
         high_weight, kv_weight = spec.lane_weights
         self.high_share = spec.rate_bps * high_weight // (high_weight + kv_weight)
         self.flows: dict[int, Contender] = {}
@@ -115,6 +133,11 @@ class Port:
         """What is not given out."""
         return self.usable_bps - self.used_bps[0] - self.used_bps[1]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether less than one bit per second is left for each flow."""
+        return self.left_bps < len(self.flows)
+
     def first(self) -> Contender | None:
         """The earliest flow without a final rate."""
         return next((flow for flow in self.flows.values() if flow.rate_bps == UNKNOWN), None)
@@ -123,13 +146,13 @@ class Port:
         """Compute the rate that each flow of a lane would get here, given the rates that are final."""
         high, kv = self.unrated
         left = self.left_bps
-        if self.discipline is Discipline.FIFO:
+        if self.rule is Discipline.FIFO:
             self.offer = [left, left]
-        elif self.discipline is Discipline.FAIR:
+        elif self.rule is Discipline.FAIR:
             self.offer = [left // (high + kv)] * 2 if high + kv else [UNKNOWN, UNKNOWN]
         elif not (high and kv):
             self.offer = [left // high if high else UNKNOWN, left // kv if kv else UNKNOWN]
-        elif self.discipline is Discipline.STRICT:
+        elif self.rule is Discipline.STRICT:
             self.offer = [left // high, UNKNOWN]
         else:
             shares = (self.high_share, self.usable_bps - self.high_share)
@@ -141,7 +164,7 @@ class Port:
         """Flows without a rate whose rates become final together once this resource settles."""
         if not self.left_bps:
             return [flow for flow in self.flows.values() if flow.rate_bps == UNKNOWN]
-        if self.discipline is Discipline.FIFO:
+        if self.rule is Discipline.FIFO:
             first = self.first()
             return [first] if first is not None else []
         return [f for f in self.flows.values() if f.rate_bps == UNKNOWN and self.offer[f.lane] != UNKNOWN]
@@ -160,7 +183,7 @@ class Contender:
 
 
 def _offer_to(port: Port, flow: Contender) -> int:
-    if port.discipline is Discipline.FIFO and port.first() is not flow:
+    if port.rule is Discipline.FIFO and port.first() is not flow:
         return UNKNOWN
     return port.offer[flow.lane]
 
@@ -253,6 +276,18 @@ def fill(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
         ports: every port that any of ``flows`` crosses, in a fixed order; ``usable_bps`` is what it may give out.
         flows: flows in order of start; ``rate_bps`` of each is set.
     """
+    for port in ports:
+        port.rule = Discipline.FAIR
+    while True:
+        _fill_by_rule(ports, flows)
+        full = [port for port in ports if port.rule is not port.discipline and port.is_full]
+        if not full:
+            return
+        for port in full:
+            port.rule = port.discipline
+
+
+def _fill_by_rule(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
     for flow in flows:
         flow.rate_bps = UNKNOWN
     for port in ports:
