@@ -311,7 +311,7 @@ def paper(
 def sweep(
     file: Annotated[Path, typer.Argument(help="A TOML file with a scenario and a grid or a list of settings.")],
     workers: Annotated[int, typer.Option(help="Runs at a time; 0: one per CPU.")] = 0,
-    out: Annotated[Path, typer.Option(help="Where the sweep's folder is made.")] = Path("sweeps"),
+    out: Annotated[Path, typer.Option(help="Where the sweep's folder is made.")] = Path("runs/sweeps"),
     resume: Annotated[bool, typer.Option("--resume", help="Keep what an earlier, interrupted sweep has done.")] = False,
 ) -> int:
     """Run a scenario over many settings and seeds, and put all results into one table."""

@@ -32,7 +32,7 @@ class SweepRequest:
 
     file: Path
     workers: int = 0
-    out: Path = Path("sweeps")
+    out: Path = Path("runs/sweeps")
     resume: bool = False
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -343,3 +344,9 @@ def test_ctrl_c_leaves_what_is_done(tmp_path: Path, how: signal.Signals) -> None
     assert process.returncode == 130
     assert "of 4 runs are in" in said and "--resume does the rest" in said and "Traceback" not in said
     assert list(runs.glob("*/*/metrics.json"))
+
+
+def test_the_examples_of_the_page_are_sweeps(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert [len(jobs_of(sweep_of(tmp_path, example), command._resolved)) for example in examples] == [18, 2]
