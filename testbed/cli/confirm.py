@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -107,7 +106,11 @@ def _read_step(task: Task[_Simulation]) -> Step:
 
 
 def _measure(one: _Simulation) -> dict[str, object]:
-    """Run one cluster to its end; cumulative samples and capacities, by kind of resource."""
+    """Run one cluster to its end; cumulative samples and capacities, by kind of resource.
+
+    Raises:
+        RunFailedError: requests failed.
+    """
     plan = _plan(one)
     world = world_of(plan, plan.systems[0], warm_entries(plan.scripts, plan.params.layout), None)
     driver = world.roles[DRIVER].machine
@@ -124,8 +127,7 @@ def _measure(one: _Simulation) -> dict[str, object]:
     world.run(lambda: driver.finished, sample)
     sample()
     if failed := [outcome.error for outcome in driver.outcomes if outcome.error]:
-        sys.stderr.write(f"{len(failed)} requests failed, the first with {failed[0]}\n")
-        raise SystemExit(1)
+        raise RunFailedError(f"{len(failed)} requests failed, the first with {failed[0]}")
     return {"samples": samples, "capacity": {kind.value: rate for kind, rate in _capacity(plan.cluster).items()}}
 
 

@@ -255,6 +255,7 @@ def test_workingset_prints_both_growths() -> None:
         (["plan", "--prefill", "0"], "at least 1"),
         (["plan", "--plot", "region.foo"], "--plot region.foo: Format 'foo'"),
         (["plan", "--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: cannot be written"),
+        (["plan", "--g", "32", "--memory-gb-s", "99999", "--confirm"], "at most 10 nodes"),
         (["ratio", "--model", "ds-66b"], "did you mean 'ds-660b'"),
         (["ratio", "--context", "1,a"], "--context is '1,a'"),
         (["ratio", "--append", "0"], "at least 1 token"),
