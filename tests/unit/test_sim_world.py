@@ -14,7 +14,7 @@ from testbed.fabric.live.addresses import Plan
 from testbed.fabric.live.calibrate import PAYLOAD_SHARE
 from testbed.fabric.sim import params as sim_params
 from testbed.fabric.sim.params import SimParams, payload_bytes, wire_bytes
-from testbed.fabric.sim.resources import DISCIPLINES, kind_of, resources_of
+from testbed.fabric.sim.resources import kind_of, resources_of, shared_resources
 from testbed.fabric.sim.world import SimWorld
 from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, snic_endpoint
 from testbed.protocol import machine as m
@@ -94,7 +94,9 @@ def test_paths_are_those_of_the_live_world() -> None:
             assert ours.path(source, destination) == plan.path(source, destination)
     rates = {name: port.rate_bps for name, port in plan.ports.items()}
     assert dict(ours.rates_bps) == rates
-    assert {kind_of(name) for name in rates} | {"disk"} == set(DISCIPLINES)
+    shared = shared_resources(rates, SimParams(cnic="fair", dram="infiniband"))
+    kinds = {(kind_of(resource.name), resource.discipline.value) for resource in shared}
+    assert kinds == {("snic", "fifo"), ("cnic", "fair"), ("pcie", "fifo"), ("dram", "infiniband")}
     with pytest.raises(BugError, match=r"no endpoint 'pe9\.snic'"):
         ours.path("pe9.snic", "pe0.snic")
 

@@ -7,6 +7,7 @@ made of, or a named latency with its reason. Nothing is fitted to a scenario.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from testbed.errors import ConfigError
 from testbed.units import MBIT, NS_PER_S
@@ -21,6 +22,9 @@ SEAL_BYTES = 8
 """What the data plane puts behind each Layer Block of a write."""
 
 _LONGEST_S = 10.0
+
+DisciplineName = Literal["fifo", "fair", "strict", "weighted", "infiniband"]
+"""How a resource divides its rate (``disciplines.Discipline``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,14 @@ class SimParams:
     """What one storage server's disk reads or writes; 0: the links are slower by far, as live."""
     storage_rate_bps: int = 0
     """What all storage servers together read or write (the storage cluster's aggregate); 0: unlimited."""
+    snic: DisciplineName = "fifo"
+    """How each kind of resource divides its rate. First in, first out: a NIC takes the work requests of its queue pairs
+    in turn, transfers are of a few kB to a few MB, and nothing but KV is on these links. With ``fair`` all of them are
+    shared evenly at every instant, as endless streams would be."""
+    cnic: DisciplineName = "fifo"
+    pcie: DisciplineName = "fifo"
+    dram: DisciplineName = "fifo"
+    disk: DisciplineName = "fifo"
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a latency or a rate that no transport has."""

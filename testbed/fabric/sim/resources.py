@@ -11,29 +11,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from testbed.errors import BugError
-from testbed.fabric.sim.disciplines import Discipline
+from testbed.fabric.sim.disciplines import Discipline, Resource
 from testbed.fabric.sim.params import SimParams
 from testbed.fabric.spec import ClusterSpec
 
 ALL_DISKS = "storage.disks"
 """The storage cluster's aggregate."""
 
-DISCIPLINES: Mapping[str, Discipline] = {
-    "snic": Discipline.FIFO,
-    "cnic": Discipline.FIFO,
-    "pcie": Discipline.FIFO,
-    "dram": Discipline.FIFO,
-    "disk": Discipline.FIFO,
-}
-"""How each kind of resource divides its rate. First in, first out: a NIC takes the work requests of a queue pair in
-order, transfers are of a few kB to a few MB, and there is nothing but KV on these links yet; what is shared fairly in
-the live world are queues that are all full of it."""
-
 
 def kind_of(resource: str) -> str:
     """Kind of a resource by name: "snic", "cnic", "pcie", "dram" or "disk"."""
     part = resource.split(".")[1]
     return "disk" if part.startswith("disk") else part.rstrip("0123456789")
+
+
+def shared_resources(rates_bps: Mapping[str, int], params: SimParams) -> tuple[Resource, ...]:
+    """The limited resources with their disciplines."""
+    return tuple(
+        Resource(name=name, rate_bps=rate, discipline=Discipline(getattr(params, kind_of(name))))
+        for name, rate in rates_bps.items()
+    )
 
 
 def disk_of(server: str) -> str:

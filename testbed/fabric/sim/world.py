@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from testbed.errors import BugError, PeerError, RunFailedError
 from testbed.fabric.sim import resources as names
-from testbed.fabric.sim.disciplines import Discipline, Lane, Resource
+from testbed.fabric.sim.disciplines import Lane
 from testbed.fabric.sim.fluid import FluidNetwork
 from testbed.fabric.sim.gpu import SimGpu
 from testbed.fabric.sim.memory import Tags
@@ -97,7 +97,6 @@ class SimWorld:
         vocab_size: int,
         materialise: bool,
         record: Record | None = None,
-        disciplines: Mapping[str, Discipline] | None = None,
     ) -> None:
         self.layout = layout
         self.params = params
@@ -105,13 +104,7 @@ class SimWorld:
         self.now_ns = 0
         self.events = 0
         self.resources = names.resources_of(spec, params)
-        kinds = disciplines or names.DISCIPLINES
-        self.network = FluidNetwork(
-            tuple(
-                Resource(name=name, rate_bps=rate, discipline=kinds[names.kind_of(name)])
-                for name, rate in self.resources.rates_bps.items()
-            )
-        )
+        self.network = FluidNetwork(names.shared_resources(self.resources.rates_bps, params))
         self.counters = {name: SimCounter() for name in self.resources.links}
         self.samples: list[tuple[int, dict[str, int]]] = []
         self._snics = [name for name in self.resources.rates_bps if ".snic." in name]
