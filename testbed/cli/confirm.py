@@ -176,7 +176,7 @@ def _plan(one: _Simulation) -> RunPlan:
             storage_servers=8,
         ),
         workload=WorkloadSection(
-            agents=math.ceil(_AGENTS_PER_NODE * max(1, one.at.s)) * (prefill + decode),
+            agents=math.ceil(_AGENTS_PER_NODE * max(1.0, float(one.at.s))) * (prefill + decode),
             source="table2:64K",
             start_turn=60,
             max_turns=6,
@@ -212,6 +212,7 @@ def _sentence(crossing: Crossing) -> str:
     full = ", ".join(r.value for r in first.full) or "nothing"
     apart = abs(crossing.measured_at - crossing.predicted_at)
     where = (
-        ("as predicted", "one step from the prediction")[apart] if apart < 2 else f"{apart} steps from the prediction"
+        f"{apart} steps from the prediction" if apart > 1 else "a step from the prediction" if apart else "as predicted"
     )
-    return f"{crossing.title}: {verdict}; storage gives way at {first.prefill}P{first.decode}D, {where}; full there: {full}."
+    gives_way = f"storage gives way at {first.prefill}P{first.decode}D, {where}"
+    return f"{crossing.title}: {verdict}; {gives_way}; full there: {full}."
