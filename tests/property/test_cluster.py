@@ -1,10 +1,12 @@
 """Random clusters, workloads and interleavings of all systems: right tokens, nothing left, the paper's step counts.
 
-Every example is a LocalWorld run; hypothesis prints the arguments of a failing one, which replay it exactly.
+Every example is a run with real bytes, or one with sizes only; hypothesis prints the arguments of a failing one, which
+replay it exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,10 +14,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from testbed.fabric.sim.params import SimParams
+from testbed.fabric.spec import ClusterSpec
 from testbed.protocol.layout import BlockLayout
-from testbed.protocol.params import SYSTEMS
+from testbed.protocol.params import SYSTEMS, ProtocolParams
 from tests.support.leaks import leaks
 from tests.support.local_world import ListScript, LocalWorld
+from tests.support.sim_cluster import SimCluster
 from tests.support.worlds import cluster, expected_bytes, seen_bytes, small_params
 
 SETTINGS = settings(
@@ -47,15 +52,37 @@ class Case:
     delay_ns: int
     seed: int
 
-    def world(self, system: str) -> LocalWorld:
-        """The world, not started."""
+    def real_bytes(self, system: str) -> LocalWorld:
+        """The world with real bytes, not started."""
+        delay = (1_000, self.delay_ns)
+        return LocalWorld(self.spec, self.params, system, self.scripts, seed=self.seed, message_delay_ns=delay)
+
+    def sizes_only(self, system: str) -> SimCluster:
+        """The sim world, not started."""
+        latency_s = self.delay_ns / 1e9
+        sim = SimParams(draw=self.seed, message_latency_s=latency_s, message_jitter_s=0.9 * latency_s)
+        return SimCluster(self.spec, self.params, system, self.scripts, sim=sim)
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """The cluster."""
+        return cluster(*self.nodes, gpus=self.gpus, storage=self.storage)
+
+    @property
+    def scripts(self) -> list[ListScript]:
+        """The agents."""
+        return [ListScript(f"a{i}", turns, self.seed, self.shared) for i, turns in enumerate(self.turns)]
+
+    @property
+    def params(self) -> ProtocolParams:
+        """Parameters of the protocol."""
         layout = BlockLayout(
             model="any", layers=self.layers, block_tokens=self.block_tokens, bytes_per_token_layer=self.token_bytes
         )
         most = max(sum(a + g for a, g in turns) for turns in self.turns)
         room = layout.blocks(most) + 1
         pages = room if self.tight else 4 * room
-        params = small_params(
+        return small_params(
             layout,
             layer_group=min(self.layer_group, self.layers),
             layers_in_flight=self.layers_in_flight,
@@ -70,11 +97,9 @@ class Case:
             # FlatCost: one microsecond of attention per token and layer
             compute_quota_ns=self.quota_tokens * self.layers * 1_000,
         )
-        scripts = [ListScript(f"a{i}", turns, self.seed, self.shared) for i, turns in enumerate(self.turns)]
-        spec = cluster(*self.nodes, gpus=self.gpus, storage=self.storage)
-        delay = (1_000, self.delay_ns)
-        return LocalWorld(spec, params, system, scripts, seed=self.seed, message_delay_ns=delay)
 
+
+Build = Callable[[Case, str], LocalWorld | SimCluster]
 
 _turn = st.tuples(st.integers(1, 14), st.integers(1, 9))
 _agent = st.lists(_turn, min_size=1, max_size=4).map(tuple)
@@ -98,11 +123,12 @@ cases = st.builds(
 )
 
 
+@pytest.mark.parametrize("build", [Case.real_bytes, Case.sizes_only], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("system", SYSTEMS)
 @SETTINGS
 @given(case=cases)
-def test_any_workload_on_any_cluster(system: str, case: Case) -> None:
-    world = case.world(system)
+def test_any_workload_on_any_cluster(system: str, build: Build, case: Case) -> None:
+    world = build(case, system)
     outcomes = world.run()
     assert not [o.error_detail for o in outcomes if o.error]
     assert world.check_tokens() == sum(g for turns in case.turns for _, g in turns)
@@ -122,7 +148,7 @@ def test_any_workload_on_any_cluster(system: str, case: Case) -> None:
         assert all("gpu" in to and to.startswith("pe") for to in grown)
 
 
-def _check_hits(world: LocalWorld, case: Case) -> None:
+def _check_hits(world: LocalWorld | SimCluster, case: Case) -> None:
     """A turn hits all full blocks of the turn before, but never its whole prompt; a first turn hits only what others
     brought."""
     bt = case.block_tokens
