@@ -19,11 +19,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prefill_layer_overhead_ms": (0.0, 100.0),
     "fetch_interval_s": (0.0001, 10.0),
     "read_overhead_s": (0.0, 10.0),
+    "allocation_overhead_s": (0.0, 10.0),
     "kv_bytes_per_token_27b": (1_000.0, 1_000_000.0),
     "decode_layer_ms_660b": (0.0, 100.0),
     "decode_layer_ms_27b": (0.0, 100.0),
     "decode_layer_ms_qwen": (0.0, 100.0),
     "hbm_read_tb_s": (0.1, 10.0),
+    "pe_kv_hbm_gb_660b": (3.5, 80.0),
 }
 
 
@@ -33,7 +35,8 @@ class Calibration:
 
     ``storage_rate_gb_s``: what one SNIC reads from storage at most. ``effective_pflops``: of one GPU, all models.
     ``prefill_layer_overhead_ms``: time of a layer of a forward whatever its batch. ``decode_layer_ms_*``: the same of a
-    decode step. ``hbm_read_tb_s``: rate at which a decode step reads dense KV.
+    decode step. ``hbm_read_tb_s``: rate at which a decode step reads dense KV. ``pe_kv_hbm_gb_660b``: HBM for KV of
+    a PE of 660B. ``allocation_overhead_s``: of systems that hold buffers on both sides.
     """
 
     storage_rate_gb_s: float
@@ -41,11 +44,13 @@ class Calibration:
     prefill_layer_overhead_ms: float
     fetch_interval_s: float
     read_overhead_s: float
+    allocation_overhead_s: float
     kv_bytes_per_token_27b: float
     decode_layer_ms_660b: float
     decode_layer_ms_27b: float
     decode_layer_ms_qwen: float
     hbm_read_tb_s: float
+    pe_kv_hbm_gb_660b: float
 
     def __post_init__(self) -> None:
         """Refuse what is out of range.

@@ -6,9 +6,8 @@ steps of one length: only the steps at which a sequence joins or leaves are even
 
 from __future__ import annotations
 
-from numba import njit
-
 from testbed.flowsim import events
+from testbed.flowsim.compiled import compiled
 from testbed.flowsim.heap import Heap, push
 from testbed.flowsim.queues import append, drop_head
 from testbed.flowsim.selection import hbm_need, submit
@@ -24,7 +23,7 @@ from testbed.flowsim.transfers import (
 )
 
 
-@njit(cache=True)
+@compiled
 def buffered(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, request: int, now: int) -> None:
     """The prompt's KV is in the DE buffer: persist its new blocks, wait for HBM."""
     engine = r.decode_engine[request]
@@ -45,7 +44,7 @@ def buffered(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, request: 
     pump_hbm(s, c, q, r, h, engine, now)
 
 
-@njit(cache=True)
+@compiled
 def pump_hbm(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, engine: int, now: int) -> None:
     """HBM in FIFO order, then the prompt's Full Blocks through the CNIC (PE path 8-9, DE path 6-7)."""
     ends = q.hbm[engine]
@@ -65,7 +64,7 @@ def pump_hbm(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, engine: i
         push(h, landed, events.JOIN, request, 0)
 
 
-@njit(cache=True)
+@compiled
 def join(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, request: int, now: int) -> None:
     """KV is in HBM: the DE buffer is free, the sequence joins at the next step."""
     engine = r.decode_engine[request]
@@ -77,7 +76,7 @@ def join(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, re
         pump_memory(s, c, q, r, a, h, node, now)
 
 
-@njit(cache=True)
+@compiled
 def _schedule(s: Settings, c: Cluster, q: Queues, h: Heap, engine: int, now: int) -> None:
     """The next step boundary at which the batch changes."""
     if c.active[engine] == 0:
@@ -96,7 +95,7 @@ def _schedule(s: Settings, c: Cluster, q: Queues, h: Heap, engine: int, now: int
     push(h, max(at, now), events.BOUNDARY, engine, c.stamp[engine])
 
 
-@njit(cache=True)
+@compiled
 def boundary(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, engine: int, now: int) -> None:
     """A step ends: who has all tokens leaves, who waits joins."""
     if c.active[engine] > 0:
@@ -117,16 +116,14 @@ def boundary(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, engine: i
     batch = c.active[engine]
     if batch == 0:
         return
-    c.tau_ns[engine] = (
-        s.decode_base_ns + s.decode_sequence_ns * batch + s.decode_context_ns * c.contexts[engine]
-    )
+    c.tau_ns[engine] = s.decode_base_ns + s.decode_sequence_ns * batch + s.decode_context_ns * c.contexts[engine]
     while first != NONE:
         r.second[first] = now + int(c.tau_ns[engine])
         first = q.next_wait[first]
     _schedule(s, c, q, h, engine, now)
 
 
-@njit(cache=True)
+@compiled
 def _push_leave(c: Cluster, engine: int, step: int, request: int) -> None:
     steps, requests, at = c.leave_step[engine], c.leave_request[engine], c.leave_size[engine]
     if at >= len(steps):
@@ -138,7 +135,7 @@ def _push_leave(c: Cluster, engine: int, step: int, request: int) -> None:
     steps[at], requests[at] = step, request
 
 
-@njit(cache=True)
+@compiled
 def _leave(s: Settings, c: Cluster, r: Requests, h: Heap, engine: int, now: int) -> None:
     """The first of the leave heap has its last token; its generated blocks are copied out and persisted."""
     steps, requests = c.leave_step[engine], c.leave_request[engine]
@@ -172,10 +169,8 @@ def _leave(s: Settings, c: Cluster, r: Requests, h: Heap, engine: int, now: int)
     push(h, max(now, r.durable[request]), events.COMPLETE, request, 0)
 
 
-@njit(cache=True)
-def complete(
-    s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, request: int, now: int
-) -> None:
+@compiled
+def complete(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, request: int, now: int) -> None:
     """A round is done: its memory is free, its blocks are hits, the agent's next round follows."""
     engine, agent = r.decode_engine[request], r.agent[request]
     total = r.prompt[request] + r.generate[request]

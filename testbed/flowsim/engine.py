@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from testbed.flowsim import events
+from testbed.flowsim.compiled import compiled
 from testbed.flowsim.decode import boundary, buffered, complete, join
 from testbed.flowsim.heap import Heap, drop_first
 from testbed.flowsim.prefill import chunk_flushed, forward_end, make_runnable, step_end
@@ -13,7 +12,7 @@ from testbed.flowsim.state import SIDE_DE, SIDE_PE, Agents, Cluster, Queues, Req
 from testbed.flowsim.transfers import pump_memory
 
 
-@njit(cache=True)
+@compiled
 def _read_done(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, request: int, now: int) -> None:
     if r.side[request] == SIDE_PE:
         c.read_queue[r.prefill_engine[request] // s.gpus] -= r.hit[request]
@@ -23,10 +22,8 @@ def _read_done(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, request
     make_runnable(s, c, q, r, h, request, now)
 
 
-@njit(cache=True)
-def run(
-    s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, limit: int
-) -> int:
+@compiled
+def run(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, limit: int) -> int:
     """Process events until all agents are done, the horizon, or ``limit`` events; how many were processed."""
     done = 0
     while h.size[0] > 0 and c.counts[0] > 0 and done < limit:

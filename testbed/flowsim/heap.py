@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from testbed.flowsim.compiled import compiled, inlined
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -39,12 +40,13 @@ def make_heap(capacity: int) -> Heap:
     )
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _before(h: Heap, a: int, b: int) -> bool:
-    return h.time_ns[a] < h.time_ns[b] or (h.time_ns[a] == h.time_ns[b] and h.sequence[a] < h.sequence[b])
+    earlier = h.time_ns[a] < h.time_ns[b] or (h.time_ns[a] == h.time_ns[b] and h.sequence[a] < h.sequence[b])
+    return bool(earlier)
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _swap(h: Heap, a: int, b: int) -> None:
     h.time_ns[a], h.time_ns[b] = h.time_ns[b], h.time_ns[a]
     h.sequence[a], h.sequence[b] = h.sequence[b], h.sequence[a]
@@ -53,7 +55,7 @@ def _swap(h: Heap, a: int, b: int) -> None:
     h.stamp[a], h.stamp[b] = h.stamp[b], h.stamp[a]
 
 
-@njit(cache=True)
+@compiled
 def push(h: Heap, time_ns: int, kind: int, arg: int, stamp: int) -> None:
     """Add an event. Raises IndexError when the heap is full, which would be a bug: its capacity bounds all waits."""
     at = h.size[0]
@@ -74,7 +76,7 @@ def push(h: Heap, time_ns: int, kind: int, arg: int, stamp: int) -> None:
         at = parent
 
 
-@njit(cache=True)
+@compiled
 def drop_first(h: Heap) -> None:
     """Remove the earliest event (entry 0)."""
     h.size[0] -= 1

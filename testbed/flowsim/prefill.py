@@ -1,5 +1,8 @@
 """Prefill engines in compiled form (paper 2.1, 4.1, 8.5): packing under the quota, loads, layers, flushes.
 
+The engines of an expert-parallel unit run their forwards together (DP attention + EP: all synchronise in every layer).
+A forward of the unit takes the slowest engine's loads and attention; the experts' work is spread over all of them.
+
 Layerwise with ``steps`` > 1: every layer step loads, computes and flushes by itself, ``layers_in_flight`` loads ahead,
 as ``emulators.prefill_engine`` does. With one step: the same pipeline in closed form; a forward lasts as long as its
 slowest stage over all layers plus one layer of the others. Without layerwise prefill the three follow one another.
@@ -7,16 +10,15 @@ slowest stage over all layers plus one layer of the others. Without layerwise pr
 
 from __future__ import annotations
 
-from numba import njit
-
 from testbed.flowsim import events
+from testbed.flowsim.compiled import compiled
 from testbed.flowsim.heap import Heap, push
 from testbed.flowsim.queues import append, append_left, drop_head
 from testbed.flowsim.state import MAX_ITEMS, NONE, SIDE_PE, Agents, Cluster, Queues, Requests, Settings
 from testbed.flowsim.transfers import blocks_of, cnic_in, cnic_out, pump_memory, reserve_dram
 
 
-@njit(cache=True)
+@compiled
 def attention_ns(s: Settings, cached: int, new: int) -> float:
     """Attention of ``new`` tokens behind ``cached`` ones, all layers (``ModelSpec.attention_flops`` as time)."""
     seen = new * cached + new * (new + 1) / 2
@@ -27,7 +29,7 @@ def attention_ns(s: Settings, cached: int, new: int) -> float:
     return float(attended * s.main_attention_ns + seen * s.indexer_ns)
 
 
-@njit(cache=True)
+@compiled
 def _pack(s: Settings, c: Cluster, q: Queues, r: Requests, engine: int) -> float:
     """Fill the next forward, FIFO (``testbed.protocol.batching.pack_forward``); its attention time in ns."""
     used, memory, count, block = 0.0, s.pe_batch_blocks, 0, s.block_tokens
@@ -66,7 +68,7 @@ def _pack(s: Settings, c: Cluster, q: Queues, r: Requests, engine: int) -> float
     return used
 
 
-@njit(cache=True)
+@compiled
 def _copy_in(s: Settings, c: Cluster, engine: int, source: int, node: int, now: int, size: float) -> int:
     """From a node's DRAM, out of the CNIC of ``source``, into the HBM of ``engine``."""
     if size <= 0:
@@ -75,7 +77,7 @@ def _copy_in(s: Settings, c: Cluster, engine: int, source: int, node: int, now: 
     return max(end, cnic_in(s, c, engine, now, size))
 
 
-@njit(cache=True)
+@compiled
 def _load(s: Settings, c: Cluster, r: Requests, engine: int, now: int, fraction: float) -> int:
     """Layer Blocks of what is cached into the PE's HBM (PE path 3-4, DE path 3-5); when the last has landed."""
     end = now
@@ -93,7 +95,7 @@ def _load(s: Settings, c: Cluster, r: Requests, engine: int, now: int, fraction:
     return end
 
 
-@njit(cache=True)
+@compiled
 def _flush(s: Settings, c: Cluster, r: Requests, engine: int, now: int, fraction: float) -> None:
     """Layer Blocks from HBM to the DE buffers (PE path 5-7: hits too; DE path: misses only)."""
     for k in range(c.item_count[engine]):
@@ -110,114 +112,151 @@ def _flush(s: Settings, c: Cluster, r: Requests, engine: int, now: int, fraction
         c.item_flush_ns[engine, k] = end
 
 
-@njit(cache=True)
+@compiled
 def make_runnable(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, request: int, now: int) -> None:
     """Hits are in DRAM and the DE buffer is held."""
     engine = r.prefill_engine[request]
     append(q.runnable[engine], q.next_wait, request)
-    try_forward(s, c, q, r, h, engine, now)
+    try_forward(s, c, q, r, h, engine // s.unit_engines, now)
 
 
-@njit(cache=True)
+@compiled
 def chunk_flushed(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, request: int, now: int) -> None:
     """What earlier chunks computed is in the DE buffer: the next one goes first."""
     engine = r.prefill_engine[request]
     append_left(q.runnable[engine], q.next_wait, request)
-    try_forward(s, c, q, r, h, engine, now)
+    try_forward(s, c, q, r, h, engine // s.unit_engines, now)
 
 
-@njit(cache=True)
-def try_forward(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, engine: int, now: int) -> None:
-    """Start the next forward of an idle engine."""
-    if c.busy[engine] or q.runnable[engine, 0] == NONE:
-        return
-    attention = _pack(s, c, q, r, engine)
-    count = c.item_count[engine]
-    if count == 0:
-        return
-    new_tokens = 0
-    for k in range(count):
-        new_tokens += c.item_new[engine, k]
-        request = c.item_request[engine, k]
-        if r.started[request] < 0:
-            r.started[request] = now
-        c.item_flush_ns[engine, k] = now
-    c.busy[engine] = 1
-    whole = s.prefill_base_ns + new_tokens * s.linear_ns + attention
+@compiled
+def _load_unit(s: Settings, c: Cluster, r: Requests, unit: int, now: int, fraction: float) -> int:
+    end = now
+    for engine in range(unit * s.unit_engines, (unit + 1) * s.unit_engines):
+        end = max(end, _load(s, c, r, engine, now, fraction))
+    return end
+
+
+@compiled
+def _flush_unit(s: Settings, c: Cluster, r: Requests, unit: int, now: int, fraction: float) -> None:
+    for engine in range(unit * s.unit_engines, (unit + 1) * s.unit_engines):
+        _flush(s, c, r, engine, now, fraction)
+
+
+@compiled
+def _pack_unit(s: Settings, c: Cluster, q: Queues, r: Requests, unit: int, now: int) -> float:
+    """Pack every engine of the unit; the duration of the forward in ns, 0 when nothing can run."""
+    count, new_tokens, slowest = 0, 0, 0.0
     window = min(now // s.window_ns, c.attention_window.shape[0] - 1)
-    c.attention_window[window, engine] += attention
+    for engine in range(unit * s.unit_engines, (unit + 1) * s.unit_engines):
+        attention = _pack(s, c, q, r, engine)
+        c.attention_window[window, engine] += attention
+        slowest = max(slowest, attention)
+        count += c.item_count[engine]
+        for k in range(c.item_count[engine]):
+            new_tokens += c.item_new[engine, k]
+            request = c.item_request[engine, k]
+            if r.started[request] < 0:
+                r.started[request] = now
+            c.item_flush_ns[engine, k] = now
+    if count == 0:
+        return 0.0
+    return s.prefill_base_ns + new_tokens / s.unit_engines * s.linear_ns + slowest
+
+
+@compiled
+def _restamp(s: Settings, c: Cluster, r: Requests, unit: int, now: int, loaded: int) -> None:
+    """Without layerwise prefill the copy into HBM is part of reading: prefill starts when all layers are there."""
+    for engine in range(unit * s.unit_engines, (unit + 1) * s.unit_engines):
+        for k in range(c.item_count[engine]):
+            if r.started[c.item_request[engine, k]] == now:
+                r.started[c.item_request[engine, k]] = loaded
+
+
+@compiled
+def try_forward(s: Settings, c: Cluster, q: Queues, r: Requests, h: Heap, unit: int, now: int) -> None:
+    """Start the next forward of an idle unit."""
+    if c.busy[unit]:
+        return
+    whole = _pack_unit(s, c, q, r, unit, now)
+    if whole == 0.0:
+        return
+    c.busy[unit] = 1
     if not s.moves_kv:
-        push(h, now + int(whole), events.FORWARD_END, engine, 0)
+        push(h, now + int(whole), events.FORWARD_END, unit, 0)
     elif not s.layerwise:
-        loaded = _load(s, c, r, engine, now, 1.0)
-        push(h, loaded + int(whole), events.FORWARD_END, engine, 0)
+        loaded = _load_unit(s, c, r, unit, now, 1.0)
+        _restamp(s, c, r, unit, now, loaded)
+        push(h, loaded + int(whole), events.FORWARD_END, unit, 0)
     elif s.steps == 1:
-        _closed_form(s, c, r, h, engine, now, whole)
+        _closed_form(s, c, r, h, unit, now, whole)
     else:
-        c.step[engine] = 0
-        c.step_ns[engine] = whole / s.steps
-        ahead = min(s.layers_in_flight, s.steps)
-        for step in range(ahead):
-            c.load_end[engine, step] = _load(s, c, r, engine, now, 1.0 / s.steps)
-        push(h, c.load_end[engine, 0] + int(c.step_ns[engine]), events.STEP_END, engine, 0)
+        c.step[unit] = 0
+        c.step_ns[unit] = whole / s.steps
+        for step in range(min(s.layers_in_flight, s.steps)):
+            c.load_end[unit, step] = _load_unit(s, c, r, unit, now, 1.0 / s.steps)
+        push(h, c.load_end[unit, 0] + int(c.step_ns[unit]), events.STEP_END, unit, 0)
 
 
-@njit(cache=True)
-def _closed_form(s: Settings, c: Cluster, r: Requests, h: Heap, engine: int, now: int, whole: float) -> None:
-    loaded = _load(s, c, r, engine, now, 1.0)
+@compiled
+def _closed_form(s: Settings, c: Cluster, r: Requests, h: Heap, unit: int, now: int, whole: float) -> None:
+    loaded = _load_unit(s, c, r, unit, now, 1.0)
     first_layer = int((loaded - now) / s.layers)
     end = max(now + first_layer + int(whole), loaded + int(whole / s.layers))
-    _flush(s, c, r, engine, now, 1.0)
-    for k in range(c.item_count[engine]):
-        flushed = c.item_flush_ns[engine, k]
-        last_layer = int((flushed - now) / s.layers)
-        c.item_flush_ns[engine, k] = max(flushed, end + last_layer)
-    push(h, end, events.FORWARD_END, engine, 0)
+    _flush_unit(s, c, r, unit, now, 1.0)
+    for engine in range(unit * s.unit_engines, (unit + 1) * s.unit_engines):
+        for k in range(c.item_count[engine]):
+            flushed = c.item_flush_ns[engine, k]
+            last_layer = int((flushed - now) / s.layers)
+            c.item_flush_ns[engine, k] = max(flushed, end + last_layer)
+    push(h, end, events.FORWARD_END, unit, 0)
 
 
-@njit(cache=True)
-def step_end(
-    s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, engine: int, now: int
-) -> None:
+@compiled
+def step_end(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, unit: int, now: int) -> None:
     """A layer step has been computed: flush it, load a further one, compute the next."""
-    step = c.step[engine]
-    _flush(s, c, r, engine, now, 1.0 / s.steps)
+    step = c.step[unit]
+    _flush_unit(s, c, r, unit, now, 1.0 / s.steps)
     ring = s.layers_in_flight + 1
     if step + s.layers_in_flight < s.steps:
-        c.load_end[engine, (step + s.layers_in_flight) % ring] = _load(s, c, r, engine, now, 1.0 / s.steps)
+        c.load_end[unit, (step + s.layers_in_flight) % ring] = _load_unit(s, c, r, unit, now, 1.0 / s.steps)
     step += 1
-    c.step[engine] = step
+    c.step[unit] = step
     if step == s.steps:
-        _ended(s, c, q, r, a, h, engine, now)
+        _ended(s, c, q, r, a, h, unit, now)
         return
-    begin = max(now, c.load_end[engine, step % ring])
-    push(h, begin + int(c.step_ns[engine]), events.STEP_END, engine, 0)
+    begin = max(now, c.load_end[unit, step % ring])
+    push(h, begin + int(c.step_ns[unit]), events.STEP_END, unit, 0)
 
 
-@njit(cache=True)
-def forward_end(
-    s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, engine: int, now: int
-) -> None:
+@compiled
+def forward_end(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, unit: int, now: int) -> None:
     """A forward whose layers were not simulated one by one has ended."""
     if s.moves_kv and not s.layerwise:
-        _flush(s, c, r, engine, now, 1.0)
-    _ended(s, c, q, r, a, h, engine, now)
+        _flush_unit(s, c, r, unit, now, 1.0)
+    _ended(s, c, q, r, a, h, unit, now)
 
 
-@njit(cache=True)
-def _ended(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, engine: int, now: int) -> None:
-    node = engine // s.gpus
-    for k in range(c.item_count[engine]):
-        request = c.item_request[engine, k]
-        flushed = max(now, c.item_flush_ns[engine, k])
-        r.computed[request] += c.item_new[engine, k]
-        if r.computed[request] < r.prompt[request]:
-            push(h, flushed, events.CHUNK_FLUSHED, request, 0)
-            continue
-        r.first[request] = now
-        push(h, flushed, events.BUFFERED, request, 0)
-        if r.side[request] == SIDE_PE:
-            c.pages_free[node] += blocks_of(r.hit[request], s.block_tokens)
-    c.busy[engine] = 0
-    pump_memory(s, c, q, r, a, h, node, now)
-    try_forward(s, c, q, r, h, engine, now)
+@compiled
+def _ended(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, unit: int, now: int) -> None:
+    first, after = unit * s.unit_engines, (unit + 1) * s.unit_engines
+    for engine in range(first, after):
+        for k in range(c.item_count[engine]):
+            _item_ended(s, c, r, h, engine, k, now)
+    c.busy[unit] = 0
+    for node in range(first // s.gpus, (after - 1) // s.gpus + 1):
+        pump_memory(s, c, q, r, a, h, node, now)
+    try_forward(s, c, q, r, h, unit, now)
+
+
+@compiled
+def _item_ended(s: Settings, c: Cluster, r: Requests, h: Heap, engine: int, k: int, now: int) -> None:
+    request = c.item_request[engine, k]
+    flushed = max(now, c.item_flush_ns[engine, k])
+    r.computed[request] += c.item_new[engine, k]
+    if r.computed[request] < r.prompt[request]:
+        push(h, flushed, events.CHUNK_FLUSHED, request, 0)
+        return
+    r.first[request] = now
+    push(h, flushed, events.BUFFERED, request, 0)
+    if r.side[request] == SIDE_PE:
+        c.pages_free[engine // s.gpus] += blocks_of(r.hit[request], s.block_tokens)

@@ -1,13 +1,12 @@
-"""Linked-list queues of requests for compiled code: ``ends`` is [head, tail], ``following`` the link of each request."""
+"""Queues of requests for compiled code: ``ends`` is [head, tail], ``following`` the link of each request."""
 
 from __future__ import annotations
 
-from numba import njit
-
+from testbed.flowsim.compiled import inlined
 from testbed.flowsim.state import I32, NONE
 
 
-@njit(cache=True, inline="always")
+@inlined
 def append(ends: I32, following: I32, request: int) -> None:
     """Add at the tail."""
     following[request] = NONE
@@ -18,7 +17,7 @@ def append(ends: I32, following: I32, request: int) -> None:
     ends[1] = request
 
 
-@njit(cache=True, inline="always")
+@inlined
 def append_left(ends: I32, following: I32, request: int) -> None:
     """Add at the head."""
     following[request] = ends[0]
@@ -27,7 +26,7 @@ def append_left(ends: I32, following: I32, request: int) -> None:
         ends[1] = request
 
 
-@njit(cache=True, inline="always")
+@inlined
 def drop_head(ends: I32, following: I32) -> None:
     """Remove the head of a queue that has one."""
     ends[0] = following[ends[0]]

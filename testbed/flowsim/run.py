@@ -166,6 +166,8 @@ def _settings(case: FlowCase, model: ModelSpec, fit: Calibration) -> Settings:
     balanced = case.system in ("oracle", "dualpath")
     layerwise = case.system != "basic"
     pe_hbm, de_hbm = kv_hbm_bytes_per_gpu(model)
+    if case.model == "ds-660b":
+        pe_hbm = int(fit.pe_kv_hbm_gb_660b * 1e9)
     pe_blocks = int(pe_hbm / (kv * BLOCK_TOKENS))
     layers_in_flight = 2
     nodes = case.prefill_nodes + case.decode_nodes
@@ -182,6 +184,7 @@ def _settings(case: FlowCase, model: ModelSpec, fit: Calibration) -> Settings:
         prefill_nodes=case.prefill_nodes,
         decode_nodes=case.decode_nodes,
         gpus=hardware.gpus_per_node,
+        unit_engines=_unit_engines(case, model),
         block_tokens=BLOCK_TOKENS,
         kv_bytes=kv,
         layers=model.layers,
@@ -192,6 +195,7 @@ def _settings(case: FlowCase, model: ModelSpec, fit: Calibration) -> Settings:
         cluster_rate=case.option("storage_limit_gb_s", 1e6),
         dram_rate=hardware.dram_rate_bps / 8e9,
         read_overhead_ns=int(fit.read_overhead_s * NS_PER_S),
+        allocation_overhead_ns=int(fit.allocation_overhead_s * NS_PER_S) if case.system in _SIDES else 0,
         message_ns=_MESSAGE_NS,
         persist_ns=_PERSIST_NS,
         fetch_ns=int(fit.fetch_interval_s * NS_PER_S),
@@ -223,6 +227,15 @@ def _settings(case: FlowCase, model: ModelSpec, fit: Calibration) -> Settings:
         window_ns=NS_PER_S,
         horizon_ns=int(case.horizon_s * NS_PER_S) if case.horizon_s else 1 << 62,
     )
+
+
+def _unit_engines(case: FlowCase, model: ModelSpec) -> int:
+    """Prefill engines that synchronise: the expert-parallel unit of A.2 (all prefill GPUs of the default cluster), or
+    those of one node where more do not divide the cluster; a model without experts synchronises nothing."""
+    if model.attention_top_k is None:
+        return 1
+    nodes = model.prefill_nodes if case.prefill_nodes % model.prefill_nodes == 0 else 1
+    return nodes * PAPER_HARDWARE.gpus_per_node
 
 
 def _beta_tokens(model: ModelSpec, flops_per_ns: float) -> int:
@@ -353,5 +366,3 @@ def _utilisation(s: Settings, c: Cluster, span_ns: int) -> dict[str, float]:
         "pe_dram": share(c.dram_bytes[: s.prefill_nodes], s.dram_rate),
         "de_dram": share(c.dram_bytes[s.prefill_nodes :], s.dram_rate),
     }
-
-

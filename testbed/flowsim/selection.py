@@ -6,9 +6,8 @@ assigned counts at once.
 
 from __future__ import annotations
 
-from numba import njit
-
 from testbed.flowsim import events
+from testbed.flowsim.compiled import compiled, inlined
 from testbed.flowsim.heap import Heap, push
 from testbed.flowsim.queues import append, drop_head
 from testbed.flowsim.state import (
@@ -29,10 +28,8 @@ SIDE_TURN, PE_TURN, DE_TURN, TICKING = 1, 2, 3, 4  # in Cluster.counts
 _PE_CHOSEN, _DE_CHOSEN, _BOTH = 1, 2, 3
 
 
-@njit(cache=True)
-def choose_prefill(
-    tokens: I64, read_queue: I64, gpus: int, alpha_tokens: int, beta_tokens: int
-) -> int:
+@compiled
+def choose_prefill(tokens: I64, read_queue: I64, gpus: int, alpha_tokens: int, beta_tokens: int) -> int:
     """Algorithm 1 for the head of the queue: the engine, or NONE when all are overloaded."""
     best, best_short = NONE, False
     for engine in range(len(tokens)):
@@ -45,7 +42,7 @@ def choose_prefill(
     return best
 
 
-@njit(cache=True)
+@compiled
 def choose_decode(tokens: I64, sequences: I64, free: I64, need: int, total_tokens: int, z: float) -> int:
     """The second level for the head of a private queue: an index into the group's engines, or NONE."""
     light, roomy = NONE, NONE
@@ -59,18 +56,18 @@ def choose_decode(tokens: I64, sequences: I64, free: I64, need: int, total_token
     return light if light != NONE else roomy
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _total(r: Requests, request: int) -> int:
-    return r.prompt[request] + r.generate[request]
+    return int(r.prompt[request] + r.generate[request])
 
 
-@njit(cache=True, inline="always")
+@inlined
 def hbm_need(s: Settings, r: Requests, request: int) -> int:
     """Pages of HBM that a sequence takes in the end."""
     return blocks_of(_total(r, request) - 1, s.block_tokens)
 
 
-@njit(cache=True)
+@compiled
 def submit(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, agent: int, now: int) -> None:
     """An agent sends its next round; hits are whole blocks of its own past that are durable."""
     request = a.offset[agent] + a.turn[agent]
@@ -89,7 +86,7 @@ def submit(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, 
     request_tick(s, c, h, now)
 
 
-@njit(cache=True)
+@compiled
 def request_tick(s: Settings, c: Cluster, h: Heap, now: int) -> None:
     """Groups pull at multiples of the fetch interval; an interval in which nobody waits costs nothing."""
     if c.counts[TICKING] == 0:
@@ -97,7 +94,7 @@ def request_tick(s: Settings, c: Cluster, h: Heap, now: int) -> None:
         push(h, (now // s.fetch_ns + 1) * s.fetch_ns, events.TICK, 0, 0)
 
 
-@njit(cache=True)
+@compiled
 def tick(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, now: int) -> None:
     """Every group fetches: PEs from the global queue, DEs through their groups' private queues."""
     c.counts[TICKING] = 0
@@ -113,7 +110,7 @@ def tick(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, no
         request_tick(s, c, h, now)
 
 
-@njit(cache=True)
+@compiled
 def _fetch_prefill(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, now: int) -> None:
     while q.prefill[0] != NONE:
         request = q.prefill[0]
@@ -127,7 +124,7 @@ def _fetch_prefill(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h
         _chosen(s, c, q, r, a, h, request, _PE_CHOSEN, now)
 
 
-@njit(cache=True)
+@compiled
 def _spread(s: Settings, c: Cluster, q: Queues, r: Requests) -> None:
     """First level: all of the global decode queue, each request to the group with the fewest tokens."""
     while q.decode[0] != NONE:
@@ -144,10 +141,8 @@ def _spread(s: Settings, c: Cluster, q: Queues, r: Requests) -> None:
         append(q.private[group], q.next_decode, request)
 
 
-@njit(cache=True)
-def _fetch_decode(
-    s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, group: int, now: int
-) -> None:
+@compiled
+def _fetch_decode(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, group: int, now: int) -> None:
     first, after = group * s.gpus, (group + 1) * s.gpus
     tokens, sequences = c.de_tokens[first:after], c.de_sequences[first:after]
     free = c.hbm_free[first:after].copy()
@@ -168,7 +163,7 @@ def _fetch_decode(
         _chosen(s, c, q, r, a, h, request, _DE_CHOSEN, now)
 
 
-@njit(cache=True)
+@compiled
 def _fitting(s: Settings, q: Queues, r: Requests, group: int, free: int) -> int:
     """Tokens of the longest prefix of a private queue that fits the group's free HBM, fragmentation ignored."""
     fitting, request = 0, q.private[group, 0]
@@ -179,7 +174,7 @@ def _fitting(s: Settings, q: Queues, r: Requests, group: int, free: int) -> int:
     return fitting
 
 
-@njit(cache=True)
+@compiled
 def _chosen(
     s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, request: int, half: int, now: int
 ) -> None:
@@ -202,7 +197,7 @@ def _chosen(
     r.side[request] = side
     if s.moves_kv:
         append(q.memory[decode_node], q.next_wait, request)
-        push(h, now + s.message_ns, events.PUMP_MEMORY, decode_node, 0)
+        push(h, now + s.message_ns + s.allocation_overhead_ns, events.PUMP_MEMORY, decode_node, 0)
     else:
         r.allocated[request] = now
         push(h, now + s.message_ns, events.READ_DONE, request, 0)

@@ -29,6 +29,7 @@ class Settings(NamedTuple):
     prefill_nodes: int
     decode_nodes: int
     gpus: int
+    unit_engines: int  # PEs that run their forwards together
     block_tokens: int
     kv_bytes: float  # per token, all layers
     layers: int
@@ -39,6 +40,7 @@ class Settings(NamedTuple):
     cluster_rate: float  # all storage servers together
     dram_rate: float
     read_overhead_ns: int
+    allocation_overhead_ns: int
     message_ns: int
     persist_ns: int
     fetch_ns: int
@@ -89,15 +91,15 @@ class Cluster(NamedTuple):
     de_sequences: I64
     hbm_free: I64  # [DEs] pages
     group_tokens: I64  # [decode nodes]: running and privately queued
-    busy: I8  # [PEs]: a forward runs
+    busy: I8  # [units]: a forward runs
     item_count: I64  # [PEs]
     item_request: I32  # [PEs, MAX_ITEMS]
     item_cached: I32
     item_new: I32
     item_flush_ns: I64
-    step: I64  # [PEs]: layer step that computes
-    step_ns: F64  # [PEs]: duration of one step
-    load_end: I64  # [PEs, layers_in_flight + 1]
+    step: I64  # [units]: layer step that computes
+    step_ns: F64  # [units]: duration of one step
+    load_end: I64  # [units, layers_in_flight + 1]
     decode_steps: I64  # [DEs]: steps done at the last boundary
     boundary_ns: I64
     tau_ns: F64
@@ -167,6 +169,7 @@ class Agents(NamedTuple):
 def make_cluster(s: Settings, agents: int, windows: int) -> Cluster:
     """Resources of an idle cluster."""
     nodes, pes, des = s.prefill_nodes + s.decode_nodes, s.prefill_nodes * s.gpus, s.decode_nodes * s.gpus
+    units = pes // s.unit_engines
     sequences = int(min(agents, 4096)) + 1
 
     def i64(*shape: int) -> I64:
@@ -190,15 +193,15 @@ def make_cluster(s: Settings, agents: int, windows: int) -> Cluster:
         de_sequences=i64(des),
         hbm_free=np.full(des, s.de_hbm_pages, np.int64),
         group_tokens=i64(s.decode_nodes),
-        busy=np.zeros(pes, np.int8),
+        busy=np.zeros(units, np.int8),
         item_count=i64(pes),
         item_request=np.zeros((pes, MAX_ITEMS), np.int32),
         item_cached=np.zeros((pes, MAX_ITEMS), np.int32),
         item_new=np.zeros((pes, MAX_ITEMS), np.int32),
         item_flush_ns=i64(pes, MAX_ITEMS),
-        step=i64(pes),
-        step_ns=np.zeros(pes),
-        load_end=i64(pes, s.layers_in_flight + 1),
+        step=i64(units),
+        step_ns=np.zeros(units),
+        load_end=i64(units, s.layers_in_flight + 1),
         decode_steps=i64(des),
         boundary_ns=i64(des),
         tau_ns=np.ones(des),

@@ -6,21 +6,20 @@ path and ends when the last of them has served it, so rates are never exceeded a
 
 from __future__ import annotations
 
-from numba import njit
-
 from testbed.flowsim import events
+from testbed.flowsim.compiled import compiled, inlined
 from testbed.flowsim.heap import Heap, push
 from testbed.flowsim.queues import append, drop_head
-from testbed.flowsim.state import F64, I64, NONE, SIDE_DE, SIDE_PE, Agents, Cluster, Queues, Requests, Settings
+from testbed.flowsim.state import F32, I64, NONE, SIDE_DE, SIDE_PE, Agents, Cluster, Queues, Requests, Settings
 
 
-@njit(cache=True, inline="always")
+@inlined
 def blocks_of(tokens: int, block_tokens: int) -> int:
     """Blocks that ``tokens`` occupy, the partial tail included."""
     return (tokens + block_tokens - 1) // block_tokens
 
 
-@njit(cache=True, inline="always")
+@inlined
 def reserve(free: I64, at: int, now: int, size: float, rate: float) -> int:
     """Serve ``size`` bytes behind all that is queued at a resource; when that ends."""
     begin = now if now > free[at] else free[at]
@@ -28,29 +27,29 @@ def reserve(free: I64, at: int, now: int, size: float, rate: float) -> int:
     return int(free[at])
 
 
-@njit(cache=True, inline="always")
+@inlined
 def reserve_dram(s: Settings, c: Cluster, node: int, now: int, size: float) -> int:
     """Bytes into or out of a node's DRAM (half duplex)."""
     c.dram_bytes[node] += size
     return reserve(c.dram_free, node, now, size, s.dram_rate)
 
 
-@njit(cache=True, inline="always")
+@inlined
 def cnic_out(s: Settings, c: Cluster, engine: int, now: int, size: float) -> int:
     """Bytes that a CNIC reads from memory."""
     c.cnic_read_bytes[engine] += size
     return reserve(c.cnic_read_free, engine, now, size, s.cnic_rate)
 
 
-@njit(cache=True, inline="always")
+@inlined
 def cnic_in(s: Settings, c: Cluster, engine: int, now: int, size: float) -> int:
     """Bytes that a CNIC writes to memory."""
     c.cnic_write_bytes[engine] += size
     return reserve(c.cnic_write_free, engine, now, size, s.cnic_rate)
 
 
-@njit(cache=True)
-def _record(series: F64, column: int, begin: int, end: int, size: float, window_ns: int) -> None:
+@compiled
+def _record(series: F32, column: int, begin: int, end: int, size: float, window_ns: int) -> None:
     """Spread ``size`` evenly over the windows between two times; the last window takes what is beyond the series."""
     last = series.shape[0] - 1
     first_window, last_window = min(begin // window_ns, last), min(end // window_ns, last)
@@ -67,14 +66,14 @@ def _record(series: F64, column: int, begin: int, end: int, size: float, window_
 # --- a DRAM tier in front of storage: least recently used agents leave first -----------------------------------------
 
 
-@njit(cache=True)
+@compiled
 def _unlink(a: Agents, agent: int) -> None:
     newer, older = a.newer[agent], a.older[agent]
     a.older[newer], a.newer[older] = older, newer
     a.newer[agent] = NONE
 
 
-@njit(cache=True)
+@compiled
 def tier_keep(s: Settings, a: Agents, agent: int, size: float) -> None:
     """The agent's KV, ``size`` bytes in all, was just used: keep it, at the price of the least recently used."""
     if s.tier_bytes <= 0:
@@ -101,10 +100,8 @@ def tier_keep(s: Settings, a: Agents, agent: int, size: float) -> None:
 # --- reads and memory ------------------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
-def _start_read(
-    s: Settings, c: Cluster, r: Requests, a: Agents, h: Heap, node: int, request: int, now: int
-) -> None:
+@compiled
+def _start_read(s: Settings, c: Cluster, r: Requests, a: Agents, h: Heap, node: int, request: int, now: int) -> None:
     """Storage (or the DRAM tier) -> SNIC -> this node's DRAM (PE path 1-2, DE path 1-2)."""
     r.allocated[request] = now
     size = r.hit[request] * s.kv_bytes
@@ -120,10 +117,8 @@ def _start_read(
     push(h, end + s.read_overhead_ns, events.READ_DONE, request, 0)
 
 
-@njit(cache=True)
-def pump_memory(
-    s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, node: int, now: int
-) -> None:
+@compiled
+def pump_memory(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, node: int, now: int) -> None:
     """Give buffer pages to whoever waits for them, in order: first the DE buffer, then the PE buffer, then the read."""
     ends = q.memory[node]
     while ends[0] != NONE:
@@ -146,7 +141,7 @@ def pump_memory(
             push(h, now + s.message_ns, events.READ_DONE, request, 0)
 
 
-@njit(cache=True)
+@compiled
 def write_back(s: Settings, c: Cluster, r: Requests, request: int, blocks: int, now: int) -> None:
     """Persist new full blocks from the DE node's DRAM on every replica."""
     if blocks <= 0:

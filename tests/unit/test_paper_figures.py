@@ -160,7 +160,7 @@ def test_figure_11(desk: Desk) -> None:
     job_s = r["660B 0.1 APS: job time, s", "DualPath"].ours
     working_set = r["660B 0.1 APS: working set, GB", "DualPath"]
     assert job_s and working_set.paper == 69
-    assert working_set.ours == pytest.approx(0.1 * job_s * 40_016 * 42_607 / 2 / 1e9)
+    assert working_set.ours == pytest.approx(0.1 * job_s * 40_016 * 55_958 / 2 / 1e9)
 
 
 def test_figure_12(desk: Desk) -> None:

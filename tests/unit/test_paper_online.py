@@ -12,7 +12,7 @@ TIMES = np.arange(1.0, 3600.0, 2.0)
 
 def test_steady_from_the_start_stops_as_soon_as_half_an_hour_after_the_warm_up_is_known() -> None:
     stop = stop_rule(TIMES, np.full(len(TIMES), 1.0), 3570.0)
-    assert stop == Stop(outcome=Outcome.STEADY, from_s=750.0, until_s=2550.0)  # 600 + 150 + 1800
+    assert stop == Stop(outcome=Outcome.STEADY, from_s=1350.0, until_s=3150.0)  # 1200 + 150 + 1800
 
 
 def test_a_series_that_settles_late_stops_when_both_windows_agree() -> None:

@@ -1,10 +1,10 @@
-"""Figure 15 and Table 3: 1,152 GPUs beside 48 (section 7.6). Trace 48K (``ONLINE_TRACE`` says why)."""
+"""Figure 15 and Table 3: 1,152 GPUs beside 48 (section 7.6). Traces: ``SCALE_TRACE`` and ``ONLINE_TRACE``."""
 
 from __future__ import annotations
 
 from testbed.flowsim.run import FlowCase
 from testbed.paper import reference
-from testbed.paper.cases import ONLINE_TRACE, Scope, system_title
+from testbed.paper.cases import SCALE_TRACE, Scope, system_title
 from testbed.paper.figures.figure import Figure, Results, jct, ratio
 from testbed.paper.figures.offline import JCT, kind_of
 from testbed.paper.rows import Row
@@ -20,7 +20,7 @@ _HALF_WINDOW_S = 50.0
 
 
 def _offline_case(scope: Scope, prefill: int, decode: int, agents: int) -> FlowCase:
-    return scope.offline("ds-660b", ONLINE_TRACE, _SYSTEM, agents, nodes=(prefill, decode))
+    return scope.offline("ds-660b", SCALE_TRACE, _SYSTEM, agents, nodes=(prefill, decode))
 
 
 def _online_case(scope: Scope, prefill: int, decode: int, aps: float) -> FlowCase:
@@ -98,7 +98,7 @@ def _table3_rows(scope: Scope, results: Results) -> list[Row]:
                 system=system_title(_SYSTEM),
                 paper=paper,
                 ours=jct(results(_offline_case(scope, prefill, decode, agents))),
-                kind=kind_of("ds-660b", ONLINE_TRACE, agents, _SYSTEM),
+                kind=kind_of("ds-660b", SCALE_TRACE, agents, _SYSTEM),
             )
         )
     small, large = rows
