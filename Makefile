@@ -6,18 +6,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help scenario test test-live bench lint doctor clean
+.PHONY: help scenario paper check test test-live nightly bench lint doctor clean
 
 help:
 	@echo 'make scenario [NAME=quickstart] [ARGS="--set key=value"]   run a scenario (see testbed list)'
 	@echo 'make doctor      check what this host lacks'
 	@echo 'make test        all tests; make test-live only those that build networks'
 	@echo 'make lint        ruff and mypy --strict'
+	@echo 'make nightly     the tests that take minutes'
+	@echo 'make paper       the evaluation of the paper, simulated at its size: paper beside ours'
+	@echo 'make check       explore small clusters in every order of events'
 	@echo 'make bench       speed and memory, each against a reference in the same run'
 	@echo 'make clean       remove .venv and caches; run folders stay'
 
 scenario: $(VENV)/run.stamp
 	@$(BIN)/testbed run $(NAME) $(ARGS)
+
+paper: $(VENV)/run.stamp
+	@$(BIN)/testbed paper all $(ARGS)
+
+check: $(VENV)/run.stamp
+	@$(BIN)/testbed check $(ARGS)
 
 doctor: $(VENV)/run.stamp
 	@$(BIN)/testbed doctor
@@ -26,7 +35,10 @@ test: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest tests
 
 test-live: $(VENV)/dev.stamp
-	@$(BIN)/python -m pytest -m live tests
+	@$(BIN)/python -m pytest -m 'live and not nightly' tests
+
+nightly: $(VENV)/dev.stamp
+	@$(BIN)/python -m pytest -m nightly tests
 
 bench: $(VENV)/dev.stamp
 	@$(BIN)/python -m tests.bench
