@@ -23,7 +23,7 @@ from scenarios.loader import LoadedScenario, name_of
 from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder
-from testbed.errors import ConfigError, HostError
+from testbed.errors import ConfigError, HostError, RunFailedError
 from testbed.metrics.summary import EXIT_FAILED, EXIT_INVALID, EXIT_VALID
 from testbed.report import run_folder
 from testbed.runtime.sim_run import run_sim
@@ -82,7 +82,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """One scenario compared. ``failures``, ``troubles``: why a live run failed or is not valid, one sentence each."""
+    """One scenario compared. ``failures``, ``troubles``: why a run failed or is not valid, one sentence each."""
 
     scenario: str
     figures: tuple[Figure, ...]
@@ -148,7 +148,7 @@ def _predict(folder: Path, loaded: LoadedScenario, request: RunRequest, draws: i
     at.mkdir()
     code = run_in_folder(at, loaded, request)
     if code not in (EXIT_VALID, EXIT_INVALID):
-        raise HostError(f"the sim run failed; see {at}.")
+        raise RunFailedError(f"the sim run failed; {at} says why.")
     documents: list[Mapping[str, Any]] = [_metrics(at)]
     plan = loaded.plan
     with reporting(Console(stderr=True), quiet=request.quiet) as progress:
@@ -178,8 +178,8 @@ def compared(scenario: str, live: Sequence[Mapping[str, Any]], predicted: Sequen
     return Parity(
         scenario=scenario,
         figures=tuple(figures),
-        failures=tuple(why for document in live for why in document["failures"]),
-        troubles=tuple(why for document in live for why in document["invalid_reasons"]),
+        failures=tuple(why for document in (*live, *predicted) for why in document["failures"]),
+        troubles=tuple(why for document in (*live, *predicted) for why in document["invalid_reasons"]),
     )
 
 
@@ -260,7 +260,7 @@ def _print(result: Parity, folder: Path) -> None:
         console.print(f"FAILED: {failure}")
     for trouble in result.troubles:
         console.print(f"INVALID: {trouble}")
-    states = {EXIT_VALID: "parity", EXIT_FAILED: "no parity", EXIT_INVALID: "the live run is not valid"}
+    states = {EXIT_VALID: "parity", EXIT_FAILED: "no parity", EXIT_INVALID: "not valid, so nothing is shown"}
     state = states[result.exit_code]
     console.print(f"{result.scenario}: {state}. Run folders and parity.csv: {folder}", soft_wrap=True)
 

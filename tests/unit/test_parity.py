@@ -65,6 +65,21 @@ def test_what_is_parity(live: dict[str, Any], code: int) -> None:
     assert compared("x", [live], [document(10.0)]).exit_code == code
 
 
+def test_a_prediction_that_cannot_be_trusted_is_none() -> None:
+    assert (
+        compared("x", [document(10.0)], [document(10.0, invalid_reasons=["basic: the ledger is off."])]).exit_code == 3
+    )
+
+
+def test_a_sim_run_that_fails_predicts_nothing(live: Path, tmp_path: Path) -> None:
+    arguments = ("--set", "protocol.wait_deadline_s=0.01", "--out", str(tmp_path / "p"))
+    resolved = json.loads((live / "config.resolved.json").read_text())
+    resolved["protocol"]["wait_deadline_s"] = 0.01
+    (live / "config.resolved.json").write_text(json.dumps(resolved))
+    done = cli("parity", "quickstart", *SETTINGS, *arguments, "--live-run", str(live))
+    assert done.code == 1 and "the sim run failed" in done.err and "Traceback" not in done.err
+
+
 def test_compares_with_a_run_that_is_there(live: Path, tmp_path: Path) -> None:
     done = cli("parity", "quickstart", *SETTINGS, "--draws", "2", "--live-run", str(live), "--out", str(tmp_path / "p"))
     assert done.code == 0, done.err
