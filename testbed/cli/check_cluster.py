@@ -1,0 +1,236 @@
+"""Small clusters for `testbed check`: built-in ones by name, or a TOML file with the same keys."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from emulators.cluster import RoleDescription, describe_roles, params_for
+from testbed.errors import ConfigError
+from testbed.fabric.check.checkers.queues import Limits
+from testbed.fabric.check.content import Cell, expected_tokens, right_cells
+from testbed.fabric.check.role import GrantNames, Shared
+from testbed.fabric.check.world import CheckWorld
+from testbed.fabric.spec import ClusterSpec
+from testbed.protocol.layout import U32, BlockLayout
+from testbed.protocol.params import SYSTEMS, ProtocolParams
+from testbed.protocol.placement import replicas_of
+from testbed.protocol.plan import plan_cluster
+from testbed.protocol.trie import ROOT
+from testbed.units import MBIT
+
+Turns = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckConfig:
+    """What is explored. ``agents``: per agent its turns as (tokens appended, tokens to generate).
+
+    ``stored_blocks``: leading blocks that all agents share and that are in storage from the start.
+    """
+
+    name: str = "custom"
+    prefill_nodes: int = 1
+    decode_nodes: int = 1
+    gpus_per_node: int = 1
+    storage_servers: int = 1
+    replicas: int = 1
+    system: str = "dualpath"
+    layers: int = 2
+    block_tokens: int = 2
+    stored_blocks: int = 1
+    agents: tuple[Turns, ...] = (((3, 2),), ((4, 1),))
+    dram_pages: int = 8
+    stage_pages: int = 2
+    de_hbm_pages: int = 8
+    pe_hbm_blocks: int = 16
+    quota_tokens: int = 64
+    faults: int = 0
+
+
+BUILT_IN = {
+    config.name: config
+    for config in (
+        CheckConfig(name="1p1d-2r"),
+        CheckConfig(name="1p1d-1r", agents=(((3, 2),),)),
+        CheckConfig(name="1p1d-1r-1l", agents=(((3, 2),),), layers=1),
+        CheckConfig(name="1p1d-1r-1l-cold", agents=(((2, 1),),), layers=1, stored_blocks=0),
+        CheckConfig(name="1p1d-2turns", agents=(((3, 2), (1, 1)),)),
+    )
+}
+
+
+class CheckCost:
+    """GPU time of the check world: none matters, but the quota counts tokens."""
+
+    def attention_layer_time_ns(self, batch: Sequence[tuple[int, int]]) -> int:
+        """One unit per new token."""
+        return sum(new for _, new in batch)
+
+    def prefill_layer_time_ns(self, batch: Sequence[tuple[int, int]], layers: int = 1) -> int:
+        """There is no time."""
+        return 0
+
+    def decode_step_time_ns(self, context_tokens: Sequence[int]) -> int:
+        """There is no time."""
+        return 0
+
+
+class CheckScript:
+    """An agent: all begin with the shared tokens, and go on with their own."""
+
+    def __init__(self, number: int, turns: Turns, shared: int) -> None:
+        self.name = f"a{number}"
+        self._turns = turns
+        ids = [1 + k if k < shared else 1000 * (number + 1) + k for k in range(sum(n for n, _ in turns))]
+        cuts = np.cumsum([0, *(n for n, _ in turns)])
+        self._ids = [np.array(ids[a:b], dtype=np.uint32) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    @property
+    def turns(self) -> int:
+        """Number of rounds."""
+        return len(self._turns)
+
+    def generate_tokens(self, turn: int) -> int:
+        """Tokens to emit in a round."""
+        return self._turns[turn][1]
+
+    def append_ids(self, turn: int) -> U32:
+        """Tokens appended in a round."""
+        return self._ids[turn]
+
+
+def load_config(name: str) -> CheckConfig:
+    """A built-in configuration by name, or the path of a TOML file.
+
+    Raises:
+        ConfigError: neither, an unknown key, or a value of another type.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name} is neither a configuration ({', '.join(BUILT_IN)}) nor a file.")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {error}.") from error
+    known = [f.name for f in fields(CheckConfig)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{name}: unknown key {key}; the keys are {', '.join(known)}.")
+    try:
+        return msgspec.convert({"name": path.stem} | values, CheckConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: {error}.") from error
+
+
+def build_world(
+    config: CheckConfig, *, alter: Callable[[list[RoleDescription]], list[RoleDescription]] = list
+) -> CheckWorld:
+    """The cluster of a configuration in the check world; ``alter`` may replace descriptions of roles.
+
+    Raises:
+        ConfigError: a cluster or parameters that cannot be.
+    """
+    if config.system not in SYSTEMS or not SYSTEMS[config.system].moves_kv:
+        known = ", ".join(name for name, system in SYSTEMS.items() if system.moves_kv)
+        raise ConfigError(f"check: system {config.system} moves no KV or does not exist; choose one of {known}.")
+    system = SYSTEMS[config.system]
+    layout = BlockLayout(
+        model="check", layers=config.layers, block_tokens=config.block_tokens, bytes_per_token_layer=1
+    )
+    params = params_for(system, _params(config, layout))
+    plan = plan_cluster(_spec(config))
+    scripts = [
+        CheckScript(k, turns, config.stored_blocks * config.block_tokens) for k, turns in enumerate(config.agents)
+    ]
+    cost = CheckCost()
+    stored = _stored(config, layout)
+    parents = list(zip(stored, [ROOT, *stored][:-1], strict=True))
+    descriptions = alter(
+        describe_roles(
+            plan, system, params, cost, scripts, [0] * len(scripts), central_host="ctl0", stored=parents
+        )
+    )
+    servers = plan.storage
+
+    def holders(key: int) -> tuple[str, ...]:
+        return replicas_of(key, servers, params.replicas)
+
+    blocks = sum(layout.blocks(a) + layout.blocks(g) for turns in config.agents for a, g in turns)
+    shared = Shared(
+        layout=layout,
+        owner_of={endpoint: d.name for d in descriptions for endpoint in d.endpoints},
+        names=GrantNames(),
+        expected=_expected(layout, scripts),
+        limits=Limits(
+            windows={"reading": params.read_window_blocks, "_active": params.persist_window_blocks},
+            rest=max(16, 4 * blocks * config.layers),
+            channel=max(16, 4 * blocks * config.layers),
+        ),
+    )
+    disks = {
+        server: {key: cells for key, cells in stored.items() if server in holders(key)} for server in servers
+    }
+    constants = [params, system, plan, *plan.groups, cost, scripts, *scripts]
+    return CheckWorld(descriptions, shared, constants, replicas=holders, stored=disks)
+
+
+def _spec(config: CheckConfig) -> ClusterSpec:
+    return ClusterSpec(
+        name=config.name,
+        prefill_nodes=config.prefill_nodes,
+        decode_nodes=config.decode_nodes,
+        gpus_per_node=config.gpus_per_node,
+        storage_servers=config.storage_servers,
+        cnic_rate_bps=MBIT,
+        snic_rate_bps=MBIT,
+        pcie_rate_bps=MBIT,
+        dram_rate_bps=MBIT,
+    )
+
+
+def _params(config: CheckConfig, layout: BlockLayout) -> ProtocolParams:
+    return ProtocolParams(
+        layout=layout,
+        replicas=config.replicas,
+        dram_pages=config.dram_pages,
+        stage_pages=config.stage_pages,
+        de_hbm_pages=config.de_hbm_pages,
+        pe_hbm_bytes=config.pe_hbm_blocks * layout.layer_block_bytes,
+        compute_quota_ns=config.quota_tokens * config.layers,
+        storage_pages=4,
+        read_window_blocks=4,
+        persist_window_blocks=2,
+    )
+
+
+def _stored(config: CheckConfig, layout: BlockLayout) -> dict[int, tuple[Cell, ...]]:
+    tokens = np.arange(1, 1 + config.stored_blocks * config.block_tokens, dtype="<u4")
+    return {
+        key: right_cells(layout, tokens.tobytes(), block, len(tokens), range(layout.layers))
+        for block, key in enumerate(layout.keys(tokens))
+    }
+
+
+def _expected(layout: BlockLayout, scripts: Sequence[CheckScript]) -> dict[str, tuple[int, ...]]:
+    expected: dict[str, tuple[int, ...]] = {}
+    for number, script in enumerate(scripts):
+        context = b""
+        for turn in range(script.turns):
+            context += script.append_ids(turn).astype("<u4").tobytes()
+            tokens = expected_tokens(layout, context, script.generate_tokens(turn))
+            expected[f"{number}.{turn}"] = tokens
+            context += np.array(tokens, dtype="<u4").tobytes()
+    return expected
+
+
+def with_faults(config: CheckConfig, faults: int | None) -> CheckConfig:
+    """The configuration with another number of faults, if one is given."""
+    return config if faults is None else replace(config, faults=faults)

@@ -1,0 +1,109 @@
+"""Fewer orders, same findings: of moves that commute with all that may happen beside them, one order is enough.
+
+Moves of different roles commute always (role.py). Of one role's moves, a move is *alone* when it gives the same state
+and the same outputs before and after every other move that this role has or gets meanwhile. Such a move is taken by
+itself, with the faults that may strike it: a persistent set of one. Whether it commutes with what is in flight to its
+role now is tried; what may still come is judged by kind, in ``races.py``. A role to which news of a failure is on its
+way is *torn* while other things come to it too: it takes them in every order, before anything else happens to roles that
+are only told, and one such role after the other unless they send each other something next. What comes for a request
+that has ended where it comes to is *dead* and taken at once.
+
+That kinds are judged rightly is an argument, not a proof: tests compare with the full exploration where that is small.
+What a fault starts is tried from the states that the reduction keeps: in these a role that is ready moves as early as
+it can, so a failure that overtakes a role held back for long while others go on is left to ``--random``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from testbed.fabric.check.races import Races
+from testbed.fabric.check.world import DELIVER, FETCHING, FINISH, CheckWorld, Move, State
+
+
+class Reduction:
+    """Chooses which of the moves of a state have to be tried."""
+
+    def __init__(self, world: CheckWorld, *, roomy: bool) -> None:
+        """``roomy``: every pool and window holds all that the workload ever needs, so nobody waits for memory."""
+        self._world = world
+        self._races = Races(world, roomy=roomy)
+        self._commuting: dict[tuple[int, int, int], bool] = {}
+
+    def choose(self, state: State, due: Sequence[Move]) -> list[Move]:
+        """A persistent set among ``due``: one move that is alone, or all of them."""
+        world = self._world
+        if len(due) < 2:
+            return list(due)
+        incoming: dict[int, list[int]] = {}
+        for channel, queue in state.flight:
+            incoming.setdefault(world.owner[channel], []).extend(queue)
+        for move in due:
+            if move.kind == FINISH:
+                incoming.setdefault(move.at, []).append(move.given)
+        for channel, given in state.limbo:
+            incoming.setdefault(world.owner[channel], []).append(given)
+        told, torn = world.threatened(state) if state.hurt else (set(), set())
+        first = {channel: queue[0] for channel, queue in state.flight}
+        self._races.look_at(state)
+        reporting = {move.at for move in due if move.kind == FETCHING}
+        racing: list[Move] = []
+        for move in due:
+            if move.kind == FETCHING:
+                racing.append(move)
+                continue
+            role, given = (world.owner[move.at], first[move.at]) if move.kind == DELIVER else (move.at, move.given)
+            if state.hurt and self._races.is_dead(role, given):
+                return [move]
+            commutes = role not in reporting and all(
+                self._commute(state.roles[role], given, other) for other in incoming[role] if other != given
+            )
+            threatened = torn and role in told
+            if commutes and not threatened and not self._races.may_race(role, given):
+                return [move]
+            if not (commutes and not threatened and self._is_silent(state.roles[role], given)):
+                racing.append(move)
+        if torn:
+            receivers = self._receivers(state, torn, first, due)
+            apart = [at for at in sorted(torn) if all(at not in to for other, to in receivers.items() if other != at)]
+            return [move for move in due if world.role_of(move) in (apart[:1] or torn)]
+        return racing or list(due)
+
+    def _is_silent(self, local: int, given: int) -> bool:
+        """Nothing depends on the input: it may wait until something comes to its role that does not commute with it."""
+        done = self._world.transition(local, given)
+        return not done.outputs and not done.published and self._world.locals[done.after].finishes == self._world.locals[local].finishes
+
+    def _receivers(
+        self, state: State, torn: set[int], first: dict[int, int], due: Sequence[Move]
+    ) -> dict[int, set[int]]:
+        """Roles that each torn role may send something else than news of the failure, in its next move."""
+        world = self._world
+        to: dict[int, set[int]] = {at: set() for at in torn}
+        for move in due:
+            role = world.role_of(move)
+            if role in torn and move.kind != FETCHING:
+                given = first[move.at] if move.kind == DELIVER else move.given
+                done = world.transition(state.roles[role], given)
+                to[role].update(world.owner[c] for c, output in done.outputs if not world.failing[output])
+        return to
+
+    def _commute(self, local: int, one: int, other: int) -> bool:
+        key = (local, one, other) if one < other else (local, other, one)
+        known = self._commuting.get(key)
+        if known is None:
+            first, second = self._both(local, one, other), self._both(local, other, one)
+            known = self._commuting[key] = first is not None and first == second
+        return known
+
+    def _both(self, local: int, one: int, other: int) -> tuple[int, dict[int, list[int]]] | None:
+        """State and outputs per channel after two inputs; None where a checker objects."""
+        transition = self._world.transition
+        before = transition(local, one)
+        after = transition(before.after, other)
+        if before.always or before.calm or after.always or after.calm or before.published or after.published:
+            return None
+        outputs: dict[int, list[int]] = {}
+        for channel, given in (*before.outputs, *after.outputs):
+            outputs.setdefault(channel, []).append(given)
+        return after.after, outputs
