@@ -84,17 +84,19 @@ def gain_lines(summary: Summary) -> list[str]:
 
 def trust_line(summary: Summary) -> str:
     """One line on calibration, ledger and tokens."""
-    read_back = sum(link.measured_bps is None for link in summary.links)
-    off = max((abs(link.error) for link in summary.links), default=0.0)
     worst = _worst(summary.ledger)
     verified, emitted = (sum(getattr(m, key) for m in summary.systems) for key in ("tokens_verified", "tokens_emitted"))
     state = "FAILED" if summary.failures else "valid" if summary.valid else "INVALID: do not use these numbers"
     ledger = f"largest ledger error {abs(worst.error):.2%} ({worst.system}, {worst.resource})" if worst else "no ledger"
-    return (
-        f"Run {state}: {len(summary.links) - read_back} links measured, {read_back} read back, "
-        f"largest error {off:.2%}; {ledger}; "
-        f"{verified:,} of {emitted:,} tokens equal the reference."
-    )
+    return f"Run {state}: {_links(summary)}; {ledger}; {verified:,} of {emitted:,} tokens equal the reference."
+
+
+def _links(summary: Summary) -> str:
+    if not summary.links:
+        return "virtual time, links as specified"
+    read_back = sum(link.measured_bps is None for link in summary.links)
+    off = max(abs(link.error) for link in summary.links)
+    return f"{len(summary.links) - read_back} links measured, {read_back} read back, largest error {off:.2%}"
 
 
 def _worst(ledger: tuple[LedgerEntry, ...]) -> LedgerEntry | None:

@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_sim_run_leaves_what_a_live_run_leaves(tmp_path: Path) -> None:
     done = cli(*SMALL, "--out", str(tmp_path))
     assert done.code == 0, done.err
-    assert done.out.startswith("Stands for DS 27B") and "Run valid" in done.out
+    assert done.out.startswith("Stands for DS 27B") and "Run valid: virtual time, links as specified" in done.out
     assert "DualPath" in done.err  # its progress
     folder = only_folder(tmp_path)
     document = json.loads((folder / "metrics.json").read_text())

@@ -10,11 +10,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-import numpy as np
 import xxhash
 
 from testbed.fabric.sim.memory import TaggedMemory
-from testbed.protocol.layout import BlockLayout
+from testbed.protocol.layout import U32, BlockLayout
 from testbed.protocol.machine import ComputeDecode, ComputePrefill, DecodeItem, PrefillItem
 
 _NEXT = struct.Struct("<QI")
@@ -154,6 +153,6 @@ class SimGpu:
             sequence.state += 1
 
 
-def prompt_bytes(ids: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> bytes:
+def prompt_bytes(ids: U32) -> bytes:
     """A prompt as machines carry it: uint32 ids, little endian."""
     return ids.astype("<u4").tobytes()
