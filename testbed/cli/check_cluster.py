@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +15,7 @@ from emulators.cluster import RoleDescription, describe_roles, params_for
 from testbed.errors import ConfigError
 from testbed.fabric.check.checkers.queues import Limits
 from testbed.fabric.check.content import Cell, expected_tokens, right_cells
-from testbed.fabric.check.role import GrantNames, Shared
-from testbed.fabric.check.world import CheckWorld
+from testbed.fabric.check.role import GrantNames, Setup, Shared
 from testbed.fabric.spec import ClusterSpec
 from testbed.protocol.layout import U32, BlockLayout
 from testbed.protocol.params import SYSTEMS, ProtocolParams
@@ -45,12 +45,14 @@ class CheckConfig:
     block_tokens: int = 2
     stored_blocks: int = 1
     agents: tuple[Turns, ...] = (((3, 2),), ((4, 1),))
-    dram_pages: int = 8
-    stage_pages: int = 2
-    de_hbm_pages: int = 8
-    pe_hbm_blocks: int = 16
+    dram_pages: int = 16
+    stage_pages: int = 8
+    de_hbm_pages: int = 16
+    pe_hbm_blocks: int = 64
+    storage_pages: int = 8
+    window_blocks: int = 8
     quota_tokens: int = 64
-    faults: int = 0
+    late_reports: bool = False
 
 
 BUILT_IN = {
@@ -61,6 +63,28 @@ BUILT_IN = {
         CheckConfig(name="1p1d-1r-1l", agents=(((3, 2),),), layers=1),
         CheckConfig(name="1p1d-1r-1l-cold", agents=(((2, 1),),), layers=1, stored_blocks=0),
         CheckConfig(name="1p1d-2turns", agents=(((3, 2), (1, 1)),)),
+        CheckConfig(
+            name="1p1d-2r-tight", dram_pages=3, stage_pages=1, de_hbm_pages=3, pe_hbm_blocks=16, window_blocks=1
+        ),
+        CheckConfig(name="1p1d-2r-late-reports", layers=1, late_reports=True),
+        CheckConfig(name="1p2d-2r", decode_nodes=2),
+        CheckConfig(name="2p1d-2r", prefill_nodes=2),
+        CheckConfig(
+            name="2p2d-6r",
+            prefill_nodes=2,
+            decode_nodes=2,
+            storage_servers=3,
+            replicas=2,
+            layers=3,
+            agents=(((5, 3), (2, 2)), ((3, 2), (1, 4)), ((4, 1), (3, 2))),
+            dram_pages=9,
+            stage_pages=1,
+            de_hbm_pages=9,
+            pe_hbm_blocks=120,
+            window_blocks=2,
+            quota_tokens=3,
+            late_reports=True,
+        ),
     )
 }
 
@@ -120,20 +144,36 @@ def load_config(name: str) -> CheckConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: {error}.") from error
+    return config_of(name, {"name": path.stem} | values)
+
+
+def config_of(source: str, values: dict[str, Any]) -> CheckConfig:
+    """The configuration with these keys; ``source`` is named in errors.
+
+    Raises:
+        ConfigError: an unknown key, a value of another type or out of range.
+    """
     known = [f.name for f in fields(CheckConfig)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"{name}: unknown key {key}; the keys are {', '.join(known)}.")
+            raise ConfigError(f"{source}: unknown key {key}; the keys are {', '.join(known)}.")
     try:
-        return msgspec.convert({"name": path.stem} | values, CheckConfig)
+        config = msgspec.convert(values, CheckConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}: {error}.") from error
+        raise ConfigError(f"{source}: {error}.") from error
+    for key in known:
+        value = getattr(config, key)
+        if isinstance(value, int) and not isinstance(value, bool) and value < (key not in ("stored_blocks",)):
+            raise ConfigError(f"{source}: {key} is {value}, but it must be positive.")
+    if not config.agents or any(not turns or min(min(turn) for turn in turns) < 1 for turns in config.agents):
+        raise ConfigError(f"{source}: every agent needs turns, each of at least one token to append and to generate.")
+    if any(turns[0][0] < config.stored_blocks * config.block_tokens for turns in config.agents):
+        raise ConfigError(f"{source}: an agent's first turn is shorter than the {config.stored_blocks} stored blocks.")
+    return config
 
 
-def build_world(
-    config: CheckConfig, *, alter: Callable[[list[RoleDescription]], list[RoleDescription]] = list
-) -> CheckWorld:
-    """The cluster of a configuration in the check world; ``alter`` may replace descriptions of roles.
+def setup_of(config: CheckConfig, *, alter: Callable[[list[RoleDescription]], list[RoleDescription]] = list) -> Setup:
+    """The cluster of a configuration; ``alter`` may replace descriptions of roles.
 
     Raises:
         ConfigError: a cluster or parameters that cannot be.
@@ -142,9 +182,7 @@ def build_world(
         known = ", ".join(name for name, system in SYSTEMS.items() if system.moves_kv)
         raise ConfigError(f"check: system {config.system} moves no KV or does not exist; choose one of {known}.")
     system = SYSTEMS[config.system]
-    layout = BlockLayout(
-        model="check", layers=config.layers, block_tokens=config.block_tokens, bytes_per_token_layer=1
-    )
+    layout = BlockLayout(model="check", layers=config.layers, block_tokens=config.block_tokens, bytes_per_token_layer=1)
     params = params_for(system, _params(config, layout))
     plan = plan_cluster(_spec(config))
     scripts = [
@@ -154,9 +192,7 @@ def build_world(
     stored = _stored(config, layout)
     parents = list(zip(stored, [ROOT, *stored][:-1], strict=True))
     descriptions = alter(
-        describe_roles(
-            plan, system, params, cost, scripts, [0] * len(scripts), central_host="ctl0", stored=parents
-        )
+        describe_roles(plan, system, params, cost, scripts, [0] * len(scripts), central_host="ctl0", stored=parents)
     )
     servers = plan.storage
 
@@ -175,11 +211,27 @@ def build_world(
             channel=max(16, 4 * blocks * config.layers),
         ),
     )
-    disks = {
-        server: {key: cells for key, cells in stored.items() if server in holders(key)} for server in servers
-    }
-    constants = [params, system, plan, *plan.groups, cost, scripts, *scripts]
-    return CheckWorld(descriptions, shared, constants, replicas=holders, stored=disks)
+    return Setup(
+        descriptions=tuple(descriptions),
+        shared=shared,
+        constants=(params, system, plan, *plan.groups, cost, scripts, *scripts),
+        replicas=holders,
+        stored={server: {key: c for key, c in stored.items() if server in holders(key)} for server in servers},
+        late_reports=config.late_reports,
+        roomy=_is_roomy(config, params),
+    )
+
+
+def _is_roomy(config: CheckConfig, params: ProtocolParams) -> bool:
+    """Does everything that all agents could ever hold at once fit everywhere?"""
+    bt = config.block_tokens
+    most = sum(
+        -(-max(sum(a + g for a, g in turns[: k + 1]) for k in range(len(turns))) // bt) for turns in config.agents
+    )
+    windows = (params.storage_pages, params.read_window_blocks, params.persist_window_blocks, params.stage_pages)
+    forwards = 2 * 2 * min(params.layers_in_flight, len(params.steps)) * most
+    pools = params.dram_pages >= most and params.de_hbm_pages >= most and params.pe_hbm_pages >= forwards
+    return pools and min(windows) >= most
 
 
 def _spec(config: CheckConfig) -> ClusterSpec:
@@ -205,9 +257,9 @@ def _params(config: CheckConfig, layout: BlockLayout) -> ProtocolParams:
         de_hbm_pages=config.de_hbm_pages,
         pe_hbm_bytes=config.pe_hbm_blocks * layout.layer_block_bytes,
         compute_quota_ns=config.quota_tokens * config.layers,
-        storage_pages=4,
-        read_window_blocks=4,
-        persist_window_blocks=2,
+        storage_pages=config.storage_pages,
+        read_window_blocks=config.window_blocks,
+        persist_window_blocks=config.window_blocks,
     )
 
 
@@ -229,8 +281,3 @@ def _expected(layout: BlockLayout, scripts: Sequence[CheckScript]) -> dict[str, 
             expected[f"{number}.{turn}"] = tokens
             context += np.array(tokens, dtype="<u4").tobytes()
     return expected
-
-
-def with_faults(config: CheckConfig, faults: int | None) -> CheckConfig:
-    """The configuration with another number of faults, if one is given."""
-    return config if faults is None else replace(config, faults=faults)

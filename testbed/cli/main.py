@@ -152,6 +152,38 @@ def list_() -> int:
 
 @app.command()
 @_command
+def check(
+    config: Annotated[str, typer.Argument(help="A built-in cluster, e.g. 1p1d-2r, or the path of a TOML file.")] = "",
+    faults: Annotated[int | None, typer.Option(help="Most faults; default: without any, then with one.")] = None,
+    at_random: Annotated[bool, typer.Option("--random", help="Random walks, for clusters too large to explore.")] = False,
+    seeds: Annotated[int, typer.Option(help="How many random walks.")] = 200,
+    max_states: Annotated[int, typer.Option(help="Stop at so many states.")] = 20_000_000,
+    memory_gb: Annotated[float, typer.Option(help="Stop when the process takes so much memory.")] = 4.0,
+    full: Annotated[bool, typer.Option("--full", help="Every order, also of what commutes.")] = False,
+    replay: Annotated[Path | None, typer.Option(help="Follow the trace in this file.")] = None,
+    out: Annotated[Path, typer.Option(help="Where a trace is saved.")] = Path("runs"),
+) -> int:
+    """Explore small clusters in every order of events and with faults; say whether the protocol holds."""
+    from testbed.cli.check import CheckRequest  # noqa: PLC0415
+    from testbed.cli.check import check as check_protocol  # noqa: PLC0415
+
+    return check_protocol(
+        CheckRequest(
+            config=config,
+            faults=faults,
+            at_random=at_random,
+            seeds=seeds,
+            max_states=max_states,
+            memory_gb=memory_gb,
+            full=full,
+            replay=replay,
+            out=out,
+        )
+    )
+
+
+@app.command()
+@_command
 def doctor() -> int:
     """Check what the testbed needs of this host."""
     from testbed.fabric.live.doctor import checks  # noqa: PLC0415

@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "testbed.kvmodel",
         "testbed.trace",
     },
+    "testbed.fabric.check": {"testbed.errors", "testbed.ids", "testbed.protocol"},
     "testbed.fabric.sim": {
         "testbed.units",
         "testbed.errors",
@@ -70,6 +71,7 @@ PURE = (
     "testbed.metrics",
     "testbed.analysis",
     "testbed.fabric.sim",
+    "testbed.fabric.check",
     "emulators",
 )
 IMPURE = {"asyncio", "socket", "os", "time", "random", "threading", "subprocess", "select"}

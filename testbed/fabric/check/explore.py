@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from testbed.fabric.check.checkers import conservation, progress, tokens
+from testbed.fabric.check.checkers import progress
+from testbed.fabric.check.hosted import judge_end
 from testbed.fabric.check.inputs import Violation
 from testbed.fabric.check.reduction import Reduction
 from testbed.fabric.check.world import DEADLINE, EARLY, CheckWorld, Move, State
@@ -31,10 +32,14 @@ class Bounds:
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """A violation: the moves that lead to it from the start, what is wrong, and whether the last move shows it."""
+    """A violation: the moves that lead to it from the start, and what is wrong.
+
+    ``at_end``: it shows where nothing happens any more, not in the last move.
+    """
 
     moves: list[Move]
     violations: list[Violation]
+    at_end: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,10 +150,11 @@ class Explorer:
         number = self._number[hash(state)]
         self._ends.append(number)
         self.coverage.ends += 1
-        outcome, violations = judge_end(self._world, state)
+        world = self._world
+        outcome, violations = judge_end(world.roles_in(world.after_reports(state)), world.shared.expected)
         self.coverage.outcomes.add(outcome)
         if violations and self.coverage.found is None:
-            self.coverage.found = Found(moves=self._path(number), violations=violations)
+            self.coverage.found = Found(moves=self._path(number), violations=violations, at_end=True)
 
     def _check_progress(self) -> None:
         stuck = progress.unable_to_end(len(self._number), self._sources, self._targets, self._ends)
@@ -174,20 +180,3 @@ class Explorer:
             self.coverage.stopped = f"{states} states were reached"
         elif (taken := bounds.memory_bytes()) > bounds.max_memory_bytes:
             self.coverage.stopped = f"memory has grown to {taken / 1e9:.1f} GB"
-
-
-def judge_end(world: CheckWorld, state: State) -> tuple[tuple[object, ...], list[Violation]]:
-    """How requests ended where nothing happens any more, and what is wrong with that."""
-    driver = next(role for role in world.roles_in(state) if role.name == "driver")
-    violations: list[Violation] = []
-    if not world.has_ended(state):
-        waiting = [
-            f"{record.request_id} is {record.state.value.replace('-', ' ')}" for record in driver.machine.records.values()
-        ]
-        violations.append(Violation(progress.NAME, f"nothing happens any more, but {', '.join(waiting)}"))
-    left = [text for role in world.roles_in(world.after_reports(state)) for text in conservation.at_rest(role)]
-    if not violations:
-        violations += [Violation(conservation.NAME, f"left behind: {text}") for text in left]
-    violations += [Violation(tokens.NAME, t) for t in tokens.of_driver(driver.machine, world.shared.expected)]
-    ended = sorted((o.agent, o.turn, o.error, o.read_side, o.hit_tokens) for o in driver.machine.outcomes)
-    return (*ended, *left), violations

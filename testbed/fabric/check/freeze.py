@@ -24,9 +24,11 @@ from testbed.protocol.pages import PagePool
 
 ORDERED = frozenset({"active"})
 """Dicts that a machine walks in order, so that the order belongs to its state (the DE's batch)."""
-IRRELEVANT = frozenset(
-    {"failures", "strays", "peak", "blocks_given_up", "error_detail", "out", "_out", "_next_write", "_next_id"}
-)
+IRRELEVANT = frozenset({"failures", "strays", "peak", "blocks_given_up", "out", "_out", "_next_write", "_next_id"})
+NOTES = {
+    "Outcome": frozenset({"read_side", "hit_tokens", "prefill_engine", "decode_engine", "chunk_blocks", "error_detail"})
+}
+"""By class: what is only kept for a report (the driver's notes on a round)."""
 BY_WRITE = frozenset({"writes", "_writes", "flushes", "copies", "sending"})
 """Dicts by write id; a write is named after its grant instead, which does not depend on the order of posting."""
 
@@ -107,7 +109,8 @@ def _field_names(value: Any, kind: type) -> tuple[str, ...]:
         names = list(vars(value))
     else:
         names = [n for c in kind.__mro__ for n in getattr(c, "__slots__", ())]
-    return tuple(n for n in names if n not in IRRELEVANT and not n.endswith("_ns"))
+    left_out = IRRELEVANT | NOTES.get(kind.__name__, frozenset())
+    return tuple(n for n in names if n not in left_out and not n.endswith("_ns"))
 
 
 class Copier:

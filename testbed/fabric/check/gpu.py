@@ -83,8 +83,6 @@ class CheckGpu:
             columns.append(found)
         return token_of(sum(vote([column[layer] for column in columns]) for layer in layers))
 
-    def _compare(
-        self, item: DecodeItem, block: int, found: tuple[Cell, ...], right: tuple[Cell, ...]
-    ) -> Iterator[str]:
+    def _compare(self, item: DecodeItem, block: int, found: tuple[Cell, ...], right: tuple[Cell, ...]) -> Iterator[str]:
         for one, other in zip(found, right, strict=True):
             yield from provenance.at_compute(f"decode of {item.request_id}", block, one, other)

@@ -67,9 +67,9 @@ class _Known:
 class Races:
     """The rules, applied to one state at a time."""
 
-    def __init__(self, world: CheckWorld, *, roomy: bool) -> None:
+    def __init__(self, world: CheckWorld) -> None:
         self._world = world
-        self._roomy = roomy
+        self._roomy = world.setup.roomy
         self._kinds = [kind_of_role(name) for name in world.names]
         self._driver, self._scheduler = world.index_of[DRIVER], world.index_of[SCHEDULER]
         self._known: dict[int, _Known] = {}
@@ -156,9 +156,9 @@ class Races:
             beyond = ("RUNNABLE", "RUNNING", "FLUSHING") if kind == PREFILL else ("DECODING", "DRAINING")
             past = {*machine._ended, *(r for r, record in records.items() if record.state.name in beyond)}
             if kind == PREFILL and machine.forward is not None:
-                ends = [(p.assignment.prompt_tokens, c.cached_tokens + c.new_tokens) for p, c, _ in machine.forward.items]
+                ends = [
+                    (p.assignment.prompt_tokens, c.cached_tokens + c.new_tokens) for p, c, _ in machine.forward.items
+                ]
                 chunked = any(end < tokens for tokens, end in ends)
         alive = frozenset(records) if kind == DRIVER else frozenset()
         return _Known(frozenset(past), alive, more, chunked, frozenset(getattr(machine, "_ended", ())))
-
-

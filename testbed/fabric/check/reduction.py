@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from testbed.fabric.check.races import Races
 from testbed.fabric.check.world import DELIVER, FETCHING, FINISH, CheckWorld, Move, State
 
+_LIMBO, _OWN = -1, -2  # places of inputs that are on no channel
+
 
 class Reduction:
     """Chooses which of the moves of a state have to be tried."""
 
-    def __init__(self, world: CheckWorld, *, roomy: bool) -> None:
-        """``roomy``: every pool and window holds all that the workload ever needs, so nobody waits for memory."""
+    def __init__(self, world: CheckWorld) -> None:
         self._world = world
-        self._races = Races(world, roomy=roomy)
+        self._races = Races(world)
         self._commuting: dict[tuple[int, int, int], bool] = {}
 
     def choose(self, state: State, due: Sequence[Move]) -> list[Move]:
@@ -35,14 +36,14 @@ class Reduction:
         world = self._world
         if len(due) < 2:
             return list(due)
-        incoming: dict[int, list[int]] = {}
+        incoming: dict[int, list[tuple[int, int]]] = {}
         for channel, queue in state.flight:
-            incoming.setdefault(world.owner[channel], []).extend(queue)
+            incoming.setdefault(world.owner[channel], []).extend((channel, given) for given in queue)
+        for channel, given in state.limbo:
+            incoming.setdefault(world.owner[channel], []).append((_LIMBO, given))
         for move in due:
             if move.kind == FINISH:
-                incoming.setdefault(move.at, []).append(move.given)
-        for channel, given in state.limbo:
-            incoming.setdefault(world.owner[channel], []).append(given)
+                incoming.setdefault(move.at, []).append((_OWN, move.given))
         told, torn = world.threatened(state) if state.hurt else (set(), set())
         first = {channel: queue[0] for channel, queue in state.flight}
         self._races.look_at(state)
@@ -53,10 +54,13 @@ class Reduction:
                 racing.append(move)
                 continue
             role, given = (world.owner[move.at], first[move.at]) if move.kind == DELIVER else (move.at, move.given)
-            if state.hurt and self._races.is_dead(role, given):
+            if self._races.is_dead(role, given):
                 return [move]
+            behind = move.at if move.kind == DELIVER else None  # what its own channel carries cannot overtake it
             commutes = role not in reporting and all(
-                self._commute(state.roles[role], given, other) for other in incoming[role] if other != given
+                self._commute(state.roles[role], given, other)
+                for channel, other in incoming[role]
+                if channel != behind and (other != given or channel == _LIMBO)
             )
             threatened = torn and role in told
             if commutes and not threatened and not self._races.may_race(role, given):
@@ -72,7 +76,11 @@ class Reduction:
     def _is_silent(self, local: int, given: int) -> bool:
         """Nothing depends on the input: it may wait until something comes to its role that does not commute with it."""
         done = self._world.transition(local, given)
-        return not done.outputs and not done.published and self._world.locals[done.after].finishes == self._world.locals[local].finishes
+        return (
+            not done.outputs
+            and not done.published
+            and self._world.locals[done.after].finishes == self._world.locals[local].finishes
+        )
 
     def _receivers(
         self, state: State, torn: set[int], first: dict[int, int], due: Sequence[Move]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import xxhash
+
 from testbed.errors import PeerError, TestbedError
 from testbed.fabric.check import inputs as i
 from testbed.fabric.check.checkers import conservation, lane, provenance, queues, tokens
@@ -50,14 +52,17 @@ class Description(Protocol):
 
 
 class GrantNames:
-    """Numbers for what grants are for, the same whatever the order in which grants are issued."""
+    """Numbers for what grants are for, the same whatever the order in which grants are issued, in every run."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._purposes: dict[int, tuple[Any, ...]] = {}
 
     def number(self, purpose: tuple[Any, ...]) -> int:
-        """The number of a purpose."""
-        return self._numbers.setdefault(purpose, len(self._numbers) + 1)
+        """The number of a purpose: 32 bits of a digest; no two purposes share one."""
+        number = xxhash.xxh3_64_intdigest(repr(purpose).encode()) & 0xFFFFFFFF
+        while self._purposes.setdefault(number, purpose) != purpose:
+            number += 1
+        return number
 
 
 class StructuralIssuer(GrantIssuer):
@@ -85,6 +90,25 @@ class Shared:
     expected: dict[str, tuple[int, ...]]
     """The oracle: tokens of every request."""
     limits: queues.Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A cluster to explore: its roles, what they share, and what is on disks from the start."""
+
+    descriptions: tuple[Description, ...]
+    shared: Shared
+    constants: tuple[Any, ...]
+    """What machines refer to and never change: parameters, plans, scripts."""
+    replicas: Callable[[int], Sequence[str]]
+    """Servers that must hold a block."""
+    stored: dict[str, dict[int, tuple[Cell, ...]]]
+    """What disks hold from the start, by server."""
+    late_reports: bool
+    """A leader's report takes its time to the scheduler, also one that changes only figures; else it is there at once,
+    and is made only when a request is placed by it."""
+    roomy: bool
+    """Every pool and window holds all that the workload ever needs, so nobody waits for memory."""
 
 
 @dataclass(slots=True)
@@ -267,7 +291,10 @@ class Role:
             self.grants.close(write.grant_id)
             self.jobs.append((f"NIC {write.source}", mc.LandingRefused(write.grant_id, wrong[0]), None))
             return wrong[0]
-        held, per_piece = held_cells(self.machine, self.memory.cell_bytes), landing.piece_bytes // self.memory.cell_bytes
+        held, per_piece = (
+            held_cells(self.machine, self.memory.cell_bytes),
+            landing.piece_bytes // self.memory.cell_bytes,
+        )
         for k, piece in enumerate(landing.pieces):
             if piece // self.memory.cell_bytes not in held:
                 wrong.append(f"a write from {write.source} lands in memory that nobody holds")
@@ -307,10 +334,30 @@ class Role:
             posted,
             self.used,
             self.landed,
-            self.jobs,
+            sorted(self.jobs, key=_lane),
         )
 
     @property
     def write_names(self) -> dict[int, tuple[int, int]]:
         """Grant and use of it of every own write in flight, by write id."""
         return {write_id: name for name, (write_id, _, _) in self.posted.items()}
+
+
+def _lane(job: tuple[str, mc.Event, Any]) -> str:
+    return job[0]
+
+
+def make_role(setup: Setup, description: Description) -> Role:
+    """A role that has not started: its machine with a grant issuer of this world."""
+    machine, shared = description.make(), setup.shared
+    if hasattr(machine, "issuer"):
+        machine.issuer = StructuralIssuer(shared.names, machine.issuer.epoch)
+    return Role(
+        description.name,
+        machine,
+        shared,
+        description.endpoints,
+        CellMemory(shared.layout.layer_block_bytes),
+        disk=dict(setup.stored.get(description.name, {})),
+        gpu=CheckGpu(shared.layout) if description.has_gpu else None,
+    )

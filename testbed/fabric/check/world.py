@@ -7,17 +7,14 @@ the cluster it occurs in: that is what makes states cheap. Copies of machines ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from testbed.fabric.check import inputs as i
 from testbed.fabric.check.checkers import queues, visibility
-from testbed.fabric.check.content import Cell
 from testbed.fabric.check.freeze import Copier, Freezer
-from testbed.fabric.check.gpu import CheckGpu
-from testbed.fabric.check.memory import CellMemory
-from testbed.fabric.check.role import Description, Role, Shared, StructuralIssuer
+from testbed.fabric.check.role import Role, Setup, make_role
 from testbed.ids import DRIVER, INDEX, SCHEDULER
 from testbed.protocol import messages as m
 
@@ -82,27 +79,12 @@ class Transition:
 class CheckWorld:
     """The roles of a cluster, their states by number, and the transitions known so far."""
 
-    def __init__(
-        self,
-        descriptions: Sequence[Description],
-        shared: Shared,
-        constants: Iterable[Any],
-        *,
-        replicas: Callable[[int], Sequence[str]],
-        stored: dict[str, dict[int, tuple[Cell, ...]]],
-        late_reports: bool = False,
-    ) -> None:
-        """``replicas``: servers that must hold a block; ``stored``: what disks hold from the start, by server.
-
-        ``late_reports``: a leader's report takes its time to the scheduler, also one that changes only figures; else it
-        is there at once, and is made only when a request is placed by it.
-        """
-        self.names = [d.name for d in descriptions]
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.shared = setup.shared
+        self.names = [d.name for d in setup.descriptions]
         self.index_of = {name: k for k, name in enumerate(self.names)}
-        self.shared = shared
-        self.replicas = replicas
-        self.late_reports = late_reports
-        constants = [*constants, shared, shared.names, shared.layout]
+        constants = [*setup.constants, setup.shared, setup.shared.names, setup.shared.layout]
         self._freezer, self._copier = Freezer(constants), Copier(constants)
         self.inputs: list[i.Input] = []
         self.failing: list[bool] = []
@@ -117,32 +99,20 @@ class CheckWorld:
         self._index = self.index_of[INDEX]
         self._reports: dict[int, int] = {}  # leader -> channel of its reports
         self.initial_violations: list[i.Violation] = []
-        self._begin(descriptions, stored)
+        self._begin()
 
     # --- the start -----------------------------------------------------------------------------------------------
 
-    def _begin(self, descriptions: Sequence[Description], stored: dict[str, dict[int, tuple[Cell, ...]]]) -> None:
-        cell_bytes = self.shared.layout.layer_block_bytes
+    def _begin(self) -> None:
         local: list[int] = []
         flight: dict[int, tuple[int, ...]] = {}
-        for number, description in enumerate(descriptions):
-            machine = description.make()
-            if hasattr(machine, "issuer"):
-                machine.issuer = StructuralIssuer(self.shared.names, machine.issuer.epoch)
-            role = Role(
-                description.name,
-                machine,
-                self.shared,
-                description.endpoints,
-                CellMemory(cell_bytes),
-                disk=dict(stored.get(description.name, {})),
-                gpu=CheckGpu(self.shared.layout) if description.has_gpu else None,
-            )
+        for number, description in enumerate(self.setup.descriptions):
+            role = make_role(self.setup, description)
             before = self._intern(number, role)
             done = self.transition(before, self.number(i.Begin()))
             local.append(done.after)
             for channel, given in done.outputs:
-                if self.late_reports or channel not in self._reports.values():
+                if self.setup.late_reports or channel not in self._reports.values():
                     flight[channel] = (*flight.get(channel, ()), given)
             self.initial_violations += [*done.always, *done.calm]
         self.start = (tuple(local), tuple(sorted(flight.items())))
@@ -243,7 +213,7 @@ class CheckWorld:
                 moves.append(Move(FINISH, at, given))
             if reporting and entry.fetch >= 0 and self._reports.get(at, -1) not in carried:
                 move = Move(FETCHING, at, entry.fetch)
-                if self.late_reports or not self._is_idle(state, move):
+                if self.setup.late_reports or not self._is_idle(state, move):
                     moves.append(move)
         return moves
 
@@ -269,7 +239,7 @@ class CheckWorld:
         scheduler = state.roles[self._scheduler]
         (_, given), *rest = report.outputs
         taken = self.transition(scheduler, given)
-        if self.late_reports:
+        if self.setup.late_reports:
             return not rest and report.after == state.roles[move.at] and taken.after == scheduler and not taken.outputs
         return not taken.outputs
 
@@ -321,7 +291,7 @@ class CheckWorld:
             limbo = tuple(sorted((*limbo, (move.at, self._copy_of(given)))))
         done = self.transition(state.roles[role], given)
         roles = (*state.roles[:role], done.after, *state.roles[role + 1 :])
-        if kind == FETCHING and not self.late_reports:
+        if kind == FETCHING and not self.setup.late_reports:
             done = self.transition(roles[self._scheduler], done.outputs[0][1])
             roles = (*roles[: self._scheduler], done.after, *roles[self._scheduler + 1 :])
         for channel, output in done.outputs:
@@ -364,7 +334,7 @@ class CheckWorld:
     def _visible(self, state: State, keys: Sequence[int]) -> list[i.Violation]:
         visible = self.locals[state.roles[self._index]].kept
         disks = {name: self.locals[state.roles[k]].kept for k, name in enumerate(self.names)}
-        texts = visibility.at_publication([k for k in keys if k in visible], self.replicas, disks)
+        texts = visibility.at_publication([k for k in keys if k in visible], self.setup.replicas, disks)
         return [i.Violation(visibility.NAME, text) for text in texts]
 
     # --- views ---------------------------------------------------------------------------------------------------
@@ -412,4 +382,3 @@ def _fails(given: i.Input) -> bool:
         case i.Ended():
             return bool(given.failure)
     return False
-
