@@ -24,6 +24,7 @@ from testbed.flowsim.selection import (
     _spread,
     choose_decode,
     choose_prefill,
+    hbm_need,
 )
 from testbed.flowsim.state import NONE, SIDE_DE, SIDE_PE, Settings, make_agents
 from testbed.flowsim.transfers import tier_keep
@@ -159,20 +160,26 @@ def test_decode_engines_are_chosen_as_in_the_second_level(
 @EXAMPLES
 @given(
     length=LENGTHS,
-    tokens=st.lists(TOKENS, min_size=3, max_size=3),
+    tokens=st.lists(st.one_of(st.just(0), TOKENS), min_size=3, max_size=3),
     sequences=st.lists(st.integers(0, 5), min_size=3, max_size=3),
-    pages=st.lists(st.integers(0, 60), min_size=3, max_size=3),
+    spare=st.lists(st.integers(-1, 1), min_size=3, max_size=3),
+    z_factor=st.sampled_from([1.05, 3.0]),
 )
-def test_z_counts_what_fits(length: tuple[int, int], tokens: list[int], sequences: list[int], pages: list[int]) -> None:
+def test_one_request_at_the_edge_of_memory_and_of_z(
+    length: tuple[int, int], tokens: list[int], sequences: list[int], spare: list[int], z_factor: float
+) -> None:
+    """``spare``: pages beyond what the request needs. With empty engines and a factor of 3, Z is its length."""
     world = waiting_world([length])
     append(world.queues.private[1], world.queues.next_decode, 0)
     request = waiting([length])[0]
     need, total = request.hbm_tokens // BLOCK, request.total_tokens
+    assert hbm_need(world.settings, world.requests, 0) == need
+    pages = [max(0, need + k) for k in spare]
     fitting = _fitting(world.settings, world.queues, world.requests, 1, sum(pages))
     assert fitting == (total if need <= sum(pages) else 0)
     views = [EngineView(str(e), "de1", sequences[e], tokens[e], pages[e] * BLOCK) for e in range(3)]
-    expected = select_decode([request], views, z_factor=1.05)
-    z = 1.05 * (fitting + sum(tokens)) / 3
+    expected = select_decode([request], views, z_factor=z_factor)
+    z = z_factor * (fitting + sum(tokens)) / 3
     chosen = choose_decode(np.array(tokens), np.array(sequences), np.array(pages), need, total, z)
     assert chosen == (int(expected[0][1]) if expected else NONE)
 
