@@ -15,7 +15,7 @@ import msgspec
 from testbed.cli.check_cluster import CheckConfig, config_of, load_config, setup_of
 from testbed.errors import ConfigError
 from testbed.fabric.check.explore import Bounds, Coverage, Explorer
-from testbed.fabric.check.hosted import NamedMove, replay
+from testbed.fabric.check.hosted import NamedMove, replay, shortened
 from testbed.fabric.check.inputs import Violation
 from testbed.fabric.check.reduction import Reduction
 from testbed.fabric.check.trace import FORMAT, TraceFile, decode, encode, lines, named
@@ -164,6 +164,8 @@ def _show(
     at_end: bool,
 ) -> int:
     """Print a trace, save it, and say how to replay it."""
+    if not at_end:
+        moves = shortened(setup_of(config), faults, moves, violations[0])
     for line in lines(moves, violations):
         _write(line)
     trace = TraceFile(

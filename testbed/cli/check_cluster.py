@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -113,7 +114,7 @@ class CheckScript:
         self._turns = turns
         ids = [1 + k if k < shared else 1000 * (number + 1) + k for k in range(sum(n for n, _ in turns))]
         cuts = np.cumsum([0, *(n for n, _ in turns)])
-        self._ids = [np.array(ids[a:b], dtype=np.uint32) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        self._ids = [np.array(ids[a:b], dtype=np.uint32) for a, b in itertools.pairwise(cuts)]
 
     @property
     def turns(self) -> int:

@@ -155,7 +155,7 @@ def list_() -> int:
 def check(
     config: Annotated[str, typer.Argument(help="A built-in cluster, e.g. 1p1d-2r, or the path of a TOML file.")] = "",
     faults: Annotated[int | None, typer.Option(help="Most faults; default: without any, then with one.")] = None,
-    at_random: Annotated[bool, typer.Option("--random", help="Random walks, for clusters too large to explore.")] = False,
+    at_random: Annotated[bool, typer.Option("--random", help="Random walks, for clusters too large.")] = False,
     seeds: Annotated[int, typer.Option(help="How many random walks.")] = 200,
     max_states: Annotated[int, typer.Option(help="Stop at so many states.")] = 20_000_000,
     memory_gb: Annotated[float, typer.Option(help="Stop when the process takes so much memory.")] = 4.0,

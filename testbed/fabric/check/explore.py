@@ -14,7 +14,7 @@ from testbed.fabric.check.checkers import progress
 from testbed.fabric.check.hosted import judge_end
 from testbed.fabric.check.inputs import Violation
 from testbed.fabric.check.reduction import Reduction
-from testbed.fabric.check.world import DEADLINE, EARLY, CheckWorld, Move, State
+from testbed.fabric.check.world import DEADLINE, EARLY, FAULTS, CheckWorld, Move, State
 
 _LOOK_EVERY = 4096  # states between two looks at the bounds
 
@@ -65,11 +65,20 @@ class Coverage:
 class Explorer:
     """Explores a world from its start with at most ``faults`` faults."""
 
-    def __init__(self, world: CheckWorld, faults: int, bounds: Bounds, *, reduction: Reduction | None) -> None:
-        """``reduction`` None: every order of everything."""
+    def __init__(
+        self,
+        world: CheckWorld,
+        faults: int,
+        bounds: Bounds,
+        *,
+        reduction: Reduction | None,
+        kinds: frozenset[str] = FAULTS,
+    ) -> None:
+        """``reduction`` None: every order of everything; ``kinds``: which faults may strike."""
         self._world = world
         self._faults = faults
         self._bounds = bounds
+        self._kinds = kinds
         self._reduction = reduction
         self._number: dict[int, int] = {}
         self._parents = array("q")
@@ -129,8 +138,9 @@ class Explorer:
             if not moves:
                 self._at_end(state)
         if state.left:
-            moves += world.faults_on(state, chosen)
-            moves += world.deadlines(state, EARLY, concerned)
+            moves += [fault for fault in world.faults_on(state, chosen) if fault.kind in self._kinds]
+            if EARLY in self._kinds:
+                moves += world.deadlines(state, EARLY, concerned)
         return moves
 
     def _add(self, state: State, parent: int, move: Move) -> bool:

@@ -29,6 +29,8 @@ NOTES = {
     "Outcome": frozenset({"read_side", "hit_tokens", "prefill_engine", "decode_engine", "chunk_blocks", "error_detail"})
 }
 """By class: what is only kept for a report (the driver's notes on a round)."""
+PLACING = frozenset({"group_tokens", "read_queues", "_serials", "_told", "_turn", "_side_turn", "serial"})
+"""Figures by which requests are placed; when all have been, they do not matter any more."""
 BY_WRITE = frozenset({"writes", "_writes", "flushes", "copies", "sending"})
 """Dicts by write id; a write is named after its grant instead, which does not depend on the order of posting."""
 
@@ -44,11 +46,21 @@ class Freezer:
         self._fields: dict[type, tuple[str, ...]] = {}
         self._done: dict[int, Any] = {}
         self._write_names: dict[int, tuple[int, int]] = {}
+        self._left_out: frozenset[str] = frozenset()
 
-    def freeze(self, value: Any, write_names: dict[int, tuple[int, int]] | None = None) -> Any:
-        """A hashable value, equal for states with the same futures. ``write_names``: write id -> grant."""
+    def freeze(
+        self,
+        value: Any,
+        write_names: dict[int, tuple[int, int]] | None = None,
+        left_out: frozenset[str] = frozenset(),
+    ) -> Any:
+        """A hashable value, equal for states with the same futures.
+
+        ``write_names``: write id -> grant and use; ``left_out``: fields that do not matter any more in this state.
+        """
         self._done = {}
         self._write_names = write_names or {}
+        self._left_out = left_out
         return self._walk(value, "")
 
     def _walk(self, value: Any, name: str) -> Any:
@@ -92,6 +104,8 @@ class Freezer:
         names = self._fields.get(kind)
         if names is None:
             names = self._fields[kind] = _field_names(value, kind)
+        if self._left_out:
+            names = tuple(n for n in names if n not in self._left_out)
         return (kind.__name__, *[self._walk(getattr(value, n), n) for n in names])
 
 

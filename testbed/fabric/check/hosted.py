@@ -124,7 +124,7 @@ class Cluster:
             given: i.Input = i.Finish(move.what) if move.kind == FINISH else i.Pass(move.what)
             if move.what not in (role.lanes if move.kind == FINISH else role.deadlines):
                 raise _impossible(move)
-            self._take(role.step(given), at_once=move.kind == FETCHING)
+            self._take(role.step(given), at_once=move.kind == FETCHING and not self.setup.late_reports)
             return
         given = self._picked(move, move.channel)
         if move.kind in (DELAY, REPEAT):
@@ -168,7 +168,7 @@ class Cluster:
             if channel.owner not in self.roles:
                 text = f"{channel.source} sends to {channel.owner}, which is no role"
                 self.violations.append(i.Violation("machine", text))
-            elif at_once and not self.setup.late_reports and channel.target == SCHEDULER:
+            elif at_once and channel.target == SCHEDULER:
                 self._take(self.roles[SCHEDULER].step(given))
             else:
                 queue = self.flight.setdefault(channel, deque())
@@ -193,7 +193,7 @@ class Cluster:
     def judge_end(self) -> None:
         """Nothing happens any more: all requests must have ended, and everything must be back."""
         for name in [n for n, role in self.roles.items() if FETCH in role.deadlines]:
-            self.apply(NamedMove(kind=FETCHING, role=name, what=FETCH))
+            self._take(self.roles[name].step(i.Pass(FETCH)), at_once=True)
         self.violations += judge_end(self.roles.values(), self.setup.shared.expected)[1]
 
 
@@ -213,7 +213,7 @@ def judge_end(
                 text = f"nothing happens any more, but {', '.join(waiting)}"
                 violations.append(i.Violation(progress.NAME, text))
             violations += [i.Violation(tokens.NAME, t) for t in tokens.of_driver(machine, expected)]
-            ended = sorted((o.agent, o.turn, o.error) for o in machine.outcomes)
+            ended += sorted((o.agent, o.turn, o.error) for o in machine.outcomes)
     if not violations:
         violations += [i.Violation(conservation.NAME, f"left behind: {text}") for text in left]
     return (*ended, *left), violations
@@ -228,9 +228,26 @@ def replay(setup: Setup, faults: int, moves: Sequence[NamedMove], *, at_end: boo
     cluster = Cluster(setup, faults)
     for move in moves:
         cluster.apply(move)
-    if at_end and not cluster.violations:
+    if at_end and not cluster.violations and all(move.kind == FETCHING for move in cluster.due()):
         cluster.judge_end()
     return cluster.violations
+
+
+def shortened(setup: Setup, faults: int, moves: Sequence[NamedMove], violation: i.Violation) -> list[NamedMove]:
+    """The trace without the moves that its last one does not need: what is left is all in its past.
+
+    An exploration that is reduced moves every role as early as it can, also roles that have no part in the violation.
+    """
+    needed = list(moves)
+    for at in range(len(moves) - 2, -1, -1):
+        fewer = needed[:at] + needed[at + 1 :]
+        try:
+            shows = replay(setup, faults, fewer, at_end=False)
+        except ConfigError:  # a later move needs this one
+            continue
+        if shows and shows[0] == violation:
+            needed = fewer
+    return needed
 
 
 def _impossible(move: NamedMove) -> ConfigError:

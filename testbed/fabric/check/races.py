@@ -24,6 +24,11 @@ _MEMORY = {
     STORAGE: frozenset({"ReadBlock", "PersistBlock", "Ended", "disk"}),
 }
 """Inputs that take or give back memory or room in a window."""
+_COUNTS = {
+    LEADER: frozenset({"ReadFinished", "HbmTaken", "RequestReleased"}),
+    DRIVER: frozenset({"RequestScheduled"}),
+}
+"""Inputs that change nothing but a figure or a note, and that come behind nothing else on their channel."""
 
 
 def kind_of_role(name: str) -> str:
@@ -100,6 +105,11 @@ class Races:
             return False
         done = self._world.transition(local, given)
         return done.after == local and not done.outputs
+
+    def only_counts(self, role: int, given: int) -> bool:
+        """Whether an input only changes what its role counts or notes, so that nothing else waits for it."""
+        counted = _COUNTS.get(self._kinds[role], frozenset())
+        return self._named(given) in counted and not self._world.transition(self._roles[role], given).outputs
 
     def may_race(self, role: int, given: int) -> bool:
         """Whether an input of a role must be tried before and after all others of that role."""

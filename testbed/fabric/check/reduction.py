@@ -3,10 +3,12 @@
 Moves of different roles commute always (role.py). Of one role's moves, a move is *alone* when it gives the same state
 and the same outputs before and after every other move that this role has or gets meanwhile. Such a move is taken by
 itself, with the faults that may strike it: a persistent set of one. Whether it commutes with what is in flight to its
-role now is tried; what may still come is judged by kind, in ``races.py``. A role to which news of a failure is on its
-way is *torn* while other things come to it too: it takes them in every order, before anything else happens to roles that
-are only told, and one such role after the other unless they send each other something next. What comes for a request
-that has ended where it comes to is *dead* and taken at once.
+role now is tried; what may still come is judged by kind, in ``races.py``. A move that only counts (a figure of a
+later report, a note of the driver) waits until something comes to its role that does not commute with it.
+
+A role to which news of a failure is on its way is *torn* while other things come to it too: it takes them in every
+order, before anything else happens to roles that are only told, and one such role after the other unless they send each
+other something next. What comes for a request that has ended where it comes to is *dead* and taken at once.
 
 That kinds are judged rightly is an argument, not a proof: tests compare with the full exploration where that is small.
 What a fault starts is tried from the states that the reduction keeps: in these a role that is ready moves as early as
@@ -65,22 +67,13 @@ class Reduction:
             threatened = torn and role in told
             if commutes and not threatened and not self._races.may_race(role, given):
                 return [move]
-            if not (commutes and not threatened and self._is_silent(state.roles[role], given)):
+            if not (commutes and not threatened and self._races.only_counts(role, given)):
                 racing.append(move)
         if torn:
             receivers = self._receivers(state, torn, first, due)
             apart = [at for at in sorted(torn) if all(at not in to for other, to in receivers.items() if other != at)]
             return [move for move in due if world.role_of(move) in (apart[:1] or torn)]
         return racing or list(due)
-
-    def _is_silent(self, local: int, given: int) -> bool:
-        """Nothing depends on the input: it may wait until something comes to its role that does not commute with it."""
-        done = self._world.transition(local, given)
-        return (
-            not done.outputs
-            and not done.published
-            and self._world.locals[done.after].finishes == self._world.locals[local].finishes
-        )
 
     def _receivers(
         self, state: State, torn: set[int], first: dict[int, int], due: Sequence[Move]

@@ -17,8 +17,10 @@ from testbed.errors import PeerError, TestbedError
 from testbed.fabric.check import inputs as i
 from testbed.fabric.check.checkers import conservation, lane, provenance, queues, tokens
 from testbed.fabric.check.content import NOTHING, Cell
+from testbed.fabric.check.freeze import PLACING
 from testbed.fabric.check.gpu import CheckGpu
 from testbed.fabric.check.memory import CellMemory, held_cells, pools_of
+from testbed.ids import SCHEDULER
 from testbed.protocol import machine as mc
 from testbed.protocol.grants import GrantIssuer, GrantRef, GrantTable, Landing
 from testbed.protocol.layout import BlockLayout
@@ -336,6 +338,17 @@ class Role:
             self.landed,
             sorted(self.jobs, key=_lane),
         )
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Fields that do not matter any more: figures of the scheduler and leaders when every request is placed."""
+        records = getattr(self.machine, "records", {})
+        placed = [r for r, record in records.items() if record.state.name == "ASSIGNED"]
+        if self.name == SCHEDULER or self.name.startswith("leader-"):
+            ended: set[str] = set(self.machine._ended)
+            if len(placed) == len(records) and ended.union(placed) >= self.shared.expected.keys():
+                return PLACING
+        return frozenset()
 
     @property
     def write_names(self) -> dict[int, tuple[int, int]]:

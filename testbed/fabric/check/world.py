@@ -151,7 +151,7 @@ class CheckWorld:
         return role
 
     def _intern(self, number: int, role: Role) -> int:
-        key = (number, self._freezer.freeze(role.frozen(), role.write_names))
+        key = (number, self._freezer.freeze(role.frozen(), role.write_names, role.left_out))
         local = self._local_of.get(key)
         if local is None:
             local = self._local_of[key] = len(self.locals)

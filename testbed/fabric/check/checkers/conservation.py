@@ -47,8 +47,8 @@ def at_rest(role: Any) -> Iterator[str]:
         yield f"{role.name}: {len(role.grants)} grants are open"
     if role.posted:
         yield f"{role.name}: {len(role.posted)} writes never ended"
-    if left := sorted(set(role.deadlines) - {"fetch"}):
-        yield f"{role.name}: deadlines {', '.join(left)} are set"
+    if armed := sorted(set(role.deadlines) - {"fetch"}):
+        yield f"{role.name}: deadlines {', '.join(armed)} are set"
     if role.gpu is not None and (role.gpu.votes or role.gpu.sequences):
         yield f"{role.name}: the GPU remembers {', '.join(sorted({*role.gpu.votes, *role.gpu.sequences}))}"
 
