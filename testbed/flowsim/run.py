@@ -40,7 +40,16 @@ _Z_FACTOR = 1.05
 _QUOTA_NS = 300_000_000
 _SIDES = {"dual-path-rr": 1, "dualpath": 2}
 SYSTEM_NAMES = ("oracle", "dualpath", "dual-path-rr", "layerwise", "basic", "sgl-mc")
-OPTIONS = ("recompute_fraction", "kv_byte_scale", "tool_delay_s", "dram_tier_bytes", "storage_limit_gb_s", "s", "steps")
+OPTIONS: dict[str, tuple[float, float]] = {
+    "recompute_fraction": (0.0, 1.0),
+    "kv_byte_scale": (0.001, 1_000.0),
+    "tool_delay_s": (0.0, 1e6),
+    "dram_tier_bytes": (0.0, 1e18),
+    "storage_limit_gb_s": (0.001, 1e6),
+    "s": (0.001, 1_000.0),
+    "steps": (1.0, 64.0),
+}
+"""Options of a case, and the range of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +79,20 @@ class FlowCase:
         """Refuse what cannot be simulated.
 
         Raises:
-            ConfigError: an unknown system, trace, model or option, or a count below 1.
+            ConfigError: an unknown system, trace, model or option, or a value out of range.
         """
         if self.system not in SYSTEM_NAMES:
             raise ConfigError(f"unknown system {self.system!r}; choose one of {', '.join(SYSTEM_NAMES)}.")
-        for name, _ in self.options:
+        for name, value in self.options:
             if name not in OPTIONS:
                 raise ConfigError(f"unknown option {name!r}; choose one of {', '.join(OPTIONS)}.")
-        for key in ("prefill_nodes", "decode_nodes", "agents"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key} is {getattr(self, key)}, but it must be at least 1.")
-        if min(self.aps, self.horizon_s) < 0 or min(self.append_scale, self.generate_scale) <= 0:
+            low, high = OPTIONS[name]
+            if not low <= value <= high:
+                raise ConfigError(f"option {name} is {value:g}, but it must be between {low:g} and {high:g}.")
+        for key, least in (("prefill_nodes", 1), ("decode_nodes", 1), ("agents", 1), ("seed", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"{key} is {getattr(self, key)}, but it must be at least {least}.")
+        if not (self.aps >= 0 and self.horizon_s >= 0 and self.append_scale > 0 and self.generate_scale > 0):
             raise ConfigError("aps and horizon_s must not be negative; append_scale and generate_scale are positive.")
         model_named(self.model)
         profile_named(self.trace)
