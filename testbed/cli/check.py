@@ -20,19 +20,27 @@ from testbed.fabric.check.inputs import Violation
 from testbed.fabric.check.reduction import Reduction
 from testbed.fabric.check.trace import FORMAT, TraceFile, decode, encode, lines, named
 from testbed.fabric.check.walk import walk
-from testbed.fabric.check.world import CheckWorld
+from testbed.fabric.check.world import FAULTS, LOSE, REFUSE, CheckWorld
 
 STOPPED = 3
+DEFAULT = (
+    ("1p1d-2r", 0, FAULTS),
+    ("1p1d-2turns", 1, FAULTS),
+    ("1p1d-2r", 1, frozenset({LOSE, REFUSE})),
+)
+"""Two requests at once in every order; one after the other with any fault; at once with something lost."""
 _PROGRESS_EVERY_S = 2.0
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """What was asked for on the command line. ``faults`` None: without any, then with one."""
+    """What was asked for on the command line. ``faults`` None: without any, then with one; no ``config``: DEFAULT."""
 
     config: str
     faults: int | None
+    only: tuple[str, ...]
+    """Kinds of faults that may strike; none: all."""
     at_random: bool
     seeds: int
     max_states: int
@@ -57,10 +65,17 @@ def check(request: CheckRequest) -> int:
         raise ConfigError(f"--faults is {request.faults}, but it must be 0 or more.")
     if request.at_random:
         return _walk(request)
-    config = load_config(request.config or "1p1d-2r")
+    if unknown := [kind for kind in request.only if kind not in FAULTS]:
+        raise ConfigError(f"--only: no fault is called {unknown[0]}; there are {', '.join(sorted(FAULTS))}.")
+    kinds = frozenset(request.only) or FAULTS
     worst = 0
-    for faults in (0, 1) if request.faults is None else (request.faults,):
-        code = _explore(request, config, faults)
+    if request.config or request.faults is not None or request.only:
+        config = load_config(request.config or "1p1d-2r")
+        plans = [(config, faults, kinds) for faults in ((0, 1) if request.faults is None else (request.faults,))]
+    else:
+        plans = [(load_config(name), faults, only) for name, faults, only in DEFAULT]
+    for config, faults, kinds in plans:
+        code = _explore(request, config, faults, kinds)
         if code == 1:
             return 1
         worst = max(worst, code)
@@ -70,7 +85,7 @@ def check(request: CheckRequest) -> int:
 # --- exhaustively ----------------------------------------------------------------------------------------------------
 
 
-def _explore(request: CheckRequest, config: CheckConfig, faults: int) -> int:
+def _explore(request: CheckRequest, config: CheckConfig, faults: int, kinds: frozenset[str]) -> int:
     world = CheckWorld(setup_of(config))
     bounds = Bounds(
         max_states=request.max_states,
@@ -79,13 +94,15 @@ def _explore(request: CheckRequest, config: CheckConfig, faults: int) -> int:
         clock_s=time.perf_counter,
         on_progress=_Progress(),
     )
-    explorer = Explorer(world, faults, bounds, reduction=None if request.full else Reduction(world))
+    reduction = None if request.full else Reduction(world)
+    explorer = Explorer(world, faults, bounds, reduction=reduction, kinds=kinds)
     gc.disable()  # states are trees: a collector finds nothing and walks millions of them
     try:
         coverage = explorer.run()
     finally:
         gc.enable()
-    _write(f"{config.name}, {_at_most(faults)}: {_covered(coverage)}, {_verdict(coverage)}")
+    of_kind = f" ({', '.join(sorted(kinds))})" if faults and kinds != FAULTS else ""
+    _write(f"{config.name}, {_at_most(faults)}{of_kind}: {_covered(coverage)}, {_verdict(coverage)}")
     if coverage.found is not None:
         found = coverage.found
         moves = named(world, faults, found.moves)

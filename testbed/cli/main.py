@@ -155,6 +155,7 @@ def list_() -> int:
 def check(
     config: Annotated[str, typer.Argument(help="A built-in cluster, e.g. 1p1d-2r, or the path of a TOML file.")] = "",
     faults: Annotated[int | None, typer.Option(help="Most faults; default: without any, then with one.")] = None,
+    only: Annotated[str, typer.Option(help="Kinds of faults, separated by commas, e.g. lose,refuse.")] = "",
     at_random: Annotated[bool, typer.Option("--random", help="Random walks, for clusters too large.")] = False,
     seeds: Annotated[int, typer.Option(help="How many random walks.")] = 200,
     max_states: Annotated[int, typer.Option(help="Stop at so many states.")] = 20_000_000,
@@ -171,6 +172,7 @@ def check(
         CheckRequest(
             config=config,
             faults=faults,
+            only=tuple(kind.strip() for kind in only.split(",") if kind.strip()),
             at_random=at_random,
             seeds=seeds,
             max_states=max_states,

@@ -30,6 +30,19 @@ def test_prints_what_was_covered_and_the_verdict() -> None:
     assert "explored to the end, nothing wrong" in output
 
 
+def test_only_some_kinds_of_faults() -> None:
+    code, output = _run("1p1d-1r-1l-cold", "--faults", "1", "--only", "refuse")
+    assert code == 0
+    assert output.startswith("1p1d-1r-1l-cold, at most one fault (refuse): ")
+
+
+def test_without_arguments_the_default_is_explored(monkeypatch: pytest.MonkeyPatch) -> None:
+    explored = []
+    monkeypatch.setattr(command, "_explore", lambda request, config, faults, kinds: explored.append(config.name) or 0)
+    assert _run()[0] == 0
+    assert explored == ["1p1d-2r", "1p1d-2turns", "1p1d-2r"]
+
+
 def test_stops_at_a_bound_and_says_so() -> None:
     code, output = _run("1p1d-2r", "--faults", "1", "--max-states", "5000")
     assert code == command.STOPPED
@@ -117,7 +130,7 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
     path.write_text("layers = 1\nstored_blocks = 0\nagents = [[[2, 1]]]\n", encoding="utf-8")
     code, output = _run(str(path), "--faults", "0")
     assert code == 0
-    assert output.startswith("mine, no fault: 86 states")
+    assert output.startswith("mine, no fault: ")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +138,7 @@ def test_a_configuration_of_ones_own(tmp_path: Path) -> None:
     [
         (("nothing",), "nothing is neither a configuration (1p1d-2r"),
         (("--faults", "-1"), "--faults is -1"),
+        (("--only", "lost"), "no fault is called lost; there are delay, early, lose, refuse, repeat"),
         (("--random", "--seeds", "0"), "--seeds is 0"),
         (("--replay", "nothing.json"), "nothing.json is no file"),
     ],

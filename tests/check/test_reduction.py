@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.fabric.check.world import DELAY, EARLY, LOSE, REFUSE, REPEAT
+from testbed.cli.check import DEFAULT
+from testbed.fabric.check.world import LOSE, REFUSE, REPEAT
 from tests.check.exploring import explore
 
 TINY = "1p1d-1r-1l-cold"
@@ -36,7 +37,9 @@ def _compare(config: str, faults: int, kinds: frozenset[str]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kinds", [frozenset({k}) for k in (LOSE, REPEAT, DELAY, REFUSE, EARLY)], ids=str)
-def test_one_fault_ends_well_with_two_requests(kinds: frozenset[str]) -> None:
-    _, coverage = explore("1p1d-2r", 1, kinds=kinds)
+@pytest.mark.parametrize(("config", "faults", "kinds"), DEFAULT)
+def test_the_default_is_explored_to_the_end(config: str, faults: int, kinds: frozenset[str]) -> None:
+    _, coverage = explore(config, faults, kinds=kinds)
     assert coverage.found is None, coverage.found
+    assert coverage.stopped == ""
+    assert coverage.rate > 5_000

@@ -53,7 +53,7 @@ def kind_of_input(given: i.Input) -> str:
     return type(given).__name__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
     """What rules ask of one role's state."""
 
@@ -65,6 +65,8 @@ class _Known:
     """Driver: another request will follow. Scheduler: some look-up is out."""
     chunked: bool
     """PE: some prompt takes more than one forward, so that it becomes runnable again."""
+    early: bool
+    """PE: some message has overtaken its assignment, which then admits at once."""
     ended: frozenset[str]
     """Requests that have ended here."""
 
@@ -134,7 +136,8 @@ class Races:
         known = self._of(self._roles[role])
         outside = len(self._alive - known.past)
         if kind == PREFILL:  # who is first, and who is in a forward together
-            return (what in _ADMISSIONS or what == "GPU") and (outside > 1 or known.chunked)
+            admits = what in _ADMISSIONS or what == "GPU" or (what == "AssignPrefill" and known.early)
+            return admits and (outside > 1 or known.chunked)
         if kind == DECODE:  # a sequence joins before a step or after it
             return what in ("NIC", "GPU") and outside > (what == "NIC")
         return False
@@ -171,4 +174,11 @@ class Races:
                 ]
                 chunked = any(end < tokens for tokens, end in ends)
         alive = frozenset(records) if kind == DRIVER else frozenset()
-        return _Known(frozenset(past), alive, more, chunked, frozenset(getattr(machine, "_ended", ())))
+        return _Known(
+            past=frozenset(past),
+            alive=alive,
+            more=more,
+            chunked=chunked,
+            early=bool(getattr(machine, "_early", ())),
+            ended=frozenset(getattr(machine, "_ended", ())),
+        )

@@ -6,9 +6,10 @@ itself, with the faults that may strike it: a persistent set of one. Whether it 
 role now is tried; what may still come is judged by kind, in ``races.py``. A move that only counts (a figure of a
 later report, a note of the driver) waits until something comes to its role that does not commute with it.
 
-A role to which news of a failure is on its way is *torn* while other things come to it too: it takes them in every
-order, before anything else happens to roles that are only told, and one such role after the other unless they send each
-other something next. What comes for a request that has ended where it comes to is *dead* and taken at once.
+A role to which news of a failure is on its way is *torn* while other things of that request come to it too, or such as
+do not commute with the news: it takes them in every order, before other requests go on, and one such role after the
+other unless they send each other something next. What comes for a request that has ended where it comes to is *dead*
+and taken at once.
 
 That kinds are judged rightly is an argument, not a proof: tests compare with the full exploration where that is small.
 What a fault starts is tried from the states that the reduction keeps: in these a role that is ready moves as early as
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from testbed.fabric.check import inputs as i
 from testbed.fabric.check.races import Races
 from testbed.fabric.check.world import DELIVER, FETCHING, FINISH, CheckWorld, Move, State
+from testbed.protocol import messages as m
 
 _LIMBO, _OWN = -1, -2  # places of inputs that are on no channel
 
@@ -32,6 +35,7 @@ class Reduction:
         self._world = world
         self._races = Races(world)
         self._commuting: dict[tuple[int, int, int], bool] = {}
+        self._about: dict[int, frozenset[str]] = {}
 
     def choose(self, state: State, due: Sequence[Move]) -> list[Move]:
         """A persistent set among ``due``: one move that is alone, or all of them."""
@@ -46,7 +50,7 @@ class Reduction:
         for move in due:
             if move.kind == FINISH:
                 incoming.setdefault(move.at, []).append((_OWN, move.given))
-        told, torn = world.threatened(state) if state.hurt else (set(), set())
+        told, torn, failed = self._threats(state, incoming) if state.hurt else ({}, set(), None)
         first = {channel: queue[0] for channel, queue in state.flight}
         self._races.look_at(state)
         reporting = {move.at for move in due if move.kind == FETCHING}
@@ -64,16 +68,53 @@ class Reduction:
                 for channel, other in incoming[role]
                 if channel != behind and (other != given or channel == _LIMBO)
             )
-            threatened = torn and role in told
-            if commutes and not threatened and not self._races.may_race(role, given):
+            if torn and (role in told or self._is_apart(given, failed)):
+                continue
+            if commutes and not self._races.may_race(role, given):
                 return [move]
-            if not (commutes and not threatened and self._races.only_counts(role, given)):
+            if not (commutes and self._races.only_counts(role, given)):
                 racing.append(move)
         if torn:
             receivers = self._receivers(state, torn, first, due)
             apart = [at for at in sorted(torn) if all(at not in to for other, to in receivers.items() if other != at)]
             return [move for move in due if world.role_of(move) in (apart[:1] or torn)]
         return racing or list(due)
+
+    def _threats(
+        self, state: State, incoming: dict[int, list[tuple[int, int]]]
+    ) -> tuple[dict[int, list[int]], set[int], frozenset[str] | None]:
+        """News of failures by role that it comes to; the roles torn by it; the requests that it is about, if known."""
+        failing, told = self._world.failing, dict[int, list[int]]()
+        for role, arriving in incoming.items():
+            if news := [given for _, given in arriving if failing[given]]:
+                told[role] = news
+        about = [self._requests(given) for news in told.values() for given in news]
+        failed = frozenset[str]().union(*about) if all(about) else None
+        torn = {
+            role
+            for role, news in told.items()
+            for _, given in incoming[role]
+            if not failing[given]
+            and not (
+                self._is_apart(given, failed)
+                and all(self._commute(state.roles[role], given, failure) for failure in news)
+            )
+        }
+        return told, torn, failed
+
+    def _is_apart(self, given: int, failed: frozenset[str] | None) -> bool:
+        """Is an input about other requests than those that fail, and only about such?"""
+        about = self._requests(given)
+        return failed is not None and bool(about) and about.isdisjoint(failed)
+
+    def _requests(self, given: int) -> frozenset[str]:
+        """What requests an input is about, where it says so."""
+        known = self._about.get(given)
+        if known is None:
+            arrived = self._world.inputs[given]
+            known = frozenset(m.requests_of(arrived.message) if isinstance(arrived, i.Deliver) else ())
+            self._about[given] = known
+        return known
 
     def _receivers(
         self, state: State, torn: set[int], first: dict[int, int], due: Sequence[Move]

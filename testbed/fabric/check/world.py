@@ -354,17 +354,6 @@ class CheckWorld:
                 roles[self._scheduler] = self.transition(roles[self._scheduler], report.outputs[0][1]).after
         return state._replace(roles=tuple(roles))
 
-    def threatened(self, state: State) -> tuple[set[int], set[int]]:
-        """Roles to which news of a failure is on its way, and those of them that other things come to as well."""
-        failing, owner = self.failing, self.owner
-        by_kind: tuple[set[int], set[int]] = (set(), set())
-        for channel, queue in state.flight:
-            for given in queue:
-                by_kind[failing[given]].add(owner[channel])
-        others, told = by_kind
-        others.update(at for at in told if self.locals[state.roles[at]].finishes)
-        return told, told & others
-
     def roles_in(self, state: State) -> Iterator[Role]:
         """Fresh copies of all roles."""
         return (self.role_at(local) for local in state.roles)
