@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from testbed.errors import TestbedError
-from tests.bench import bench_cluster, bench_dataplane, bench_network, bench_ratio, bench_shaped
+from tests.bench import bench_cluster, bench_dataplane, bench_network, bench_ratio, bench_shaped, bench_sim
 
 BENCHMARKS = {
     "dataplane": bench_dataplane.main,
@@ -17,6 +17,7 @@ BENCHMARKS = {
     "network": bench_network.main,
     "cluster": bench_cluster.main,
     "ratio": bench_ratio.main,
+    "sim": bench_sim.main,
 }
 
 
