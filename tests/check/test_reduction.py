@@ -42,4 +42,3 @@ def test_the_default_is_explored_to_the_end(config: str, faults: int, kinds: fro
     _, coverage = explore(config, faults, kinds=kinds)
     assert coverage.found is None, coverage.found
     assert coverage.stopped == ""
-    assert coverage.rate > 5_000

@@ -34,6 +34,8 @@ from testbed.fabric.check.world import (
 )
 from testbed.ids import DRIVER, INDEX, SCHEDULER
 
+_REPORT = "takes FetchRequests("
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedMove:
@@ -43,6 +45,11 @@ class NamedMove:
     role: str
     what: str
     channel: i.Channel | None = None
+
+    @property
+    def reports(self) -> bool:
+        """Is it a leader's periodic report, made or arriving?"""
+        return self.kind == FETCHING or self.what.startswith(_REPORT)
 
     def line(self) -> str:
         """The move in words."""
@@ -228,7 +235,7 @@ def replay(setup: Setup, faults: int, moves: Sequence[NamedMove], *, at_end: boo
     cluster = Cluster(setup, faults)
     for move in moves:
         cluster.apply(move)
-    if at_end and not cluster.violations and all(move.kind == FETCHING for move in cluster.due()):
+    if at_end and not cluster.violations and all(move.reports for move in cluster.due()):
         cluster.judge_end()
     return cluster.violations
 

@@ -13,7 +13,7 @@ from testbed.fabric.check import inputs as i
 from testbed.fabric.check.checkers import progress
 from testbed.fabric.check.hosted import Cluster, NamedMove
 from testbed.fabric.check.role import Setup
-from testbed.fabric.check.world import DEADLINE, FETCHING
+from testbed.fabric.check.world import DEADLINE
 
 _FAULT_ONE_IN = 40  # moves, while faults are left
 _HOLD_ONE_IN = 10  # chance that what is held back comes now, per move
@@ -39,9 +39,9 @@ def walk(setup: Setup, faults: int, below: Callable[[int], int]) -> Walked:
         choices = due
         if late := cluster.late():
             choices = [*due, *late] if not due or below(_HOLD_ONE_IN) == 0 else due
-        quiet = all(move.kind == FETCHING for move in due)
+        quiet = all(move.reports for move in due)
         idle = idle + 1 if quiet else 0
-        if quiet and (not due or idle > 2 * len(cluster.roles)):  # reports alone: time passes
+        if quiet and (not due or idle > 4 * len(cluster.roles)):  # reports alone: time passes
             choices = [*late, *(cluster.deadlines(DEADLINE) if cluster.hurt else [])]
             idle = 0
         elif cluster.left and below(_FAULT_ONE_IN) == 0:
