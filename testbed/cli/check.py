@@ -96,7 +96,7 @@ def _explore(request: CheckRequest, config: CheckConfig, faults: int, kinds: fro
     )
     reduction = None if request.full else Reduction(world)
     explorer = Explorer(world, faults, bounds, reduction=reduction, kinds=kinds)
-    gc.disable()  # states are trees: a collector finds nothing and walks millions of them
+    gc.disable()  # a collector would walk millions of states again and again; see _Progress
     try:
         coverage = explorer.run()
     finally:
@@ -135,12 +135,13 @@ def _memory_bytes() -> int:
 
 
 class _Progress:
-    """A line on a terminal's stderr now and then."""
+    """Called now and then: frees what is young and dead, and writes a line on a terminal's stderr."""
 
     def __init__(self) -> None:
         self._next_s = _PROGRESS_EVERY_S
 
     def __call__(self, states: int, depth: int, seconds: float) -> None:
+        gc.collect(0)  # machines that were copied for one transition; older objects are states
         if seconds >= self._next_s and sys.stderr.isatty():
             self._next_s = seconds + _PROGRESS_EVERY_S
             sys.stderr.write(f"\r{states:,} states, depth {depth}, {states / seconds:,.0f} states/s   \r")

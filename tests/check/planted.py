@@ -19,7 +19,7 @@ from testbed.protocol.machine import CloseGrant
 
 
 class GrantReused(DramBuffer):
-    """The last two layer steps of a chunk share one grant."""
+    """The last layer step of a chunk is given the grant of the first."""
 
     def _open_steps(self, held: Held, message: m.OpenLayerWrites) -> tuple[GrantRef, ...]:
         refs = super()._open_steps(held, message)
@@ -62,7 +62,7 @@ class LostWakeUp(PrefillEngine):
 
 
 class AssignedTwice(CentralScheduler):
-    """A request whose second half is chosen stays in the queue that the first half came from."""
+    """A request that has just been assigned is assigned once more."""
 
     def _assign(self, request: _Request, chosen_now: NodeKind) -> None:
         super()._assign(request, chosen_now)
