@@ -20,15 +20,15 @@ from testbed.fabric.check.inputs import Violation
 from testbed.fabric.check.reduction import Reduction
 from testbed.fabric.check.trace import FORMAT, TraceFile, decode, encode, lines, named
 from testbed.fabric.check.walk import walk
-from testbed.fabric.check.world import FAULTS, LOSE, REFUSE, CheckWorld
+from testbed.fabric.check.world import FAULTS, LOSE, REFUSE, REPEAT, CheckWorld
 
 STOPPED = 3
 DEFAULT = (
     ("1p1d-2r", 0, FAULTS),
     ("1p1d-2turns", 1, FAULTS),
-    ("1p1d-2r", 1, frozenset({LOSE, REFUSE})),
+    ("1p1d-2r", 1, frozenset({LOSE, REFUSE, REPEAT})),
 )
-"""Two requests at once in every order; one after the other with any fault; at once with something lost."""
+"""Two requests at once in every order; one after the other with any fault; at once with most kinds of faults."""
 _PROGRESS_EVERY_S = 2.0
 _PAGE_BYTES = 4096
 

@@ -14,7 +14,7 @@ from testbed.fabric.check.world import FAULTS, CheckWorld
 Alter = Callable[[list[RoleDescription]], list[RoleDescription]]
 
 
-def bounds(max_states: int = 1_000_000) -> Bounds:
+def bounds(max_states: int = 3_000_000) -> Bounds:
     """Enough for everything that a test explores."""
     return Bounds(max_states=max_states, max_memory_bytes=1, memory_bytes=lambda: 0, clock_s=time.perf_counter)
 
