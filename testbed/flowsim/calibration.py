@@ -17,6 +17,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "storage_rate_gb_s": (0.1, 50.0),
     "effective_pflops": (0.01, 2.0),
     "prefill_layer_overhead_ms": (0.0, 100.0),
+    "forward_tokens": (64.0, 1e9),
     "fetch_interval_s": (0.0001, 10.0),
     "read_overhead_s": (0.0, 10.0),
     "allocation_overhead_s": (0.0, 10.0),
@@ -26,6 +27,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "decode_layer_ms_qwen": (0.0, 100.0),
     "hbm_read_tb_s": (0.1, 10.0),
     "pe_kv_hbm_gb_660b": (3.5, 80.0),
+    "de_kv_hbm_gb_660b": (3.5, 80.0),
 }
 
 
@@ -35,13 +37,15 @@ class Calibration:
 
     ``storage_rate_gb_s``: what one SNIC reads from storage at most. ``effective_pflops``: of one GPU, all models.
     ``prefill_layer_overhead_ms``: time of a layer of a forward whatever its batch. ``decode_layer_ms_*``: the same of a
-    decode step. ``hbm_read_tb_s``: rate at which a decode step reads dense KV. ``pe_kv_hbm_gb_660b``: HBM for KV of
-    a PE of 660B. ``allocation_overhead_s``: of systems that hold buffers on both sides.
+    decode step. ``forward_tokens``: new tokens of one engine in a forward of systems without the quota, at most.
+    ``hbm_read_tb_s``: rate at which a decode step reads dense KV. ``pe_kv_hbm_gb_660b``, ``de_..``: HBM
+    for KV of a GPU of 660B. ``allocation_overhead_s``: of systems that hold buffers on both sides.
     """
 
     storage_rate_gb_s: float
     effective_pflops: float
     prefill_layer_overhead_ms: float
+    forward_tokens: float
     fetch_interval_s: float
     read_overhead_s: float
     allocation_overhead_s: float
@@ -51,6 +55,7 @@ class Calibration:
     decode_layer_ms_qwen: float
     hbm_read_tb_s: float
     pe_kv_hbm_gb_660b: float
+    de_kv_hbm_gb_660b: float
 
     def __post_init__(self) -> None:
         """Refuse what is out of range.

@@ -33,6 +33,7 @@ def attention_ns(s: Settings, cached: int, new: int) -> float:
 def _pack(s: Settings, c: Cluster, q: Queues, r: Requests, engine: int) -> float:
     """Fill the next forward, FIFO (``testbed.protocol.batching.pack_forward``); its attention time in ns."""
     used, memory, count, block = 0.0, s.pe_batch_blocks, 0, s.block_tokens
+    tokens = s.forward_tokens
     ends = q.runnable[engine]
     while ends[0] != NONE and count < MAX_ITEMS:
         request = ends[0]
@@ -40,9 +41,9 @@ def _pack(s: Settings, c: Cluster, q: Queues, r: Requests, engine: int) -> float
         new = r.prompt[request] - cached
         share, more = new, True
         cost = attention_ns(s, cached, new)
-        if blocks_of(cached + new, block) > memory or used + cost > s.quota_ns:
+        if blocks_of(cached + new, block) > memory or used + cost > s.quota_ns or new > tokens:
             more = False
-            low, high = 0, min((new - 1) // block, memory - cached // block)
+            low, high = 0, min((new - 1) // block, memory - cached // block, tokens // block)
             while low < high:
                 middle = (low + high + 1) // 2
                 if used + attention_ns(s, cached, middle * block) <= s.quota_ns:
@@ -60,6 +61,7 @@ def _pack(s: Settings, c: Cluster, q: Queues, r: Requests, engine: int) -> float
         c.item_cached[engine, count] = cached
         c.item_new[engine, count] = share
         memory -= blocks_of(cached + share, block)
+        tokens -= share
         used += cost
         count += 1
         if not more:

@@ -48,6 +48,7 @@ class Settings(NamedTuple):
     beta_tokens: int
     z_factor: float
     quota_ns: int
+    forward_tokens: int  # new tokens that an engine computes in one forward, at most
     balanced: bool
     moves_kv: bool
     layerwise: bool

@@ -103,6 +103,7 @@ def flow_settings(plan: RunPlan, system: SystemConfig) -> Settings:
         beta_tokens=p.beta_tokens,
         z_factor=p.z_factor,
         quota_ns=p.compute_quota_ns if system.balanced else 1 << 62,
+        forward_tokens=1 << 62,  # the machines of systems without the quota pack by memory alone
         dram_pages=p.dram_pages,
         pe_batch_blocks=p.pe_hbm_pages // in_flight if system.layerwise else p.pe_hbm_bytes // block,
         de_hbm_pages=p.de_hbm_pages,
