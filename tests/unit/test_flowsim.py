@@ -278,9 +278,9 @@ def test_queues_keep_their_order() -> None:
     assert ends.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(("forward_tokens", "forwards"), [(1 << 40, 1), (256, 2), (128, 4), (100, 7)])
+@pytest.mark.parametrize(("forward_tokens", "forwards"), [(1 << 40, 1), (256, 2), (128, 4), (100, 6)])
 def test_a_prompt_is_cut_where_a_forward_has_its_tokens(forward_tokens: int, forwards: int) -> None:
-    """400 new tokens in chunks of whole blocks: 7 of one block, of which the last is partial; a forward takes 50 ms."""
+    """400 new tokens in chunks of whole blocks: with 100, five of one block and 80 tokens; a forward takes 50 ms."""
     settings = DECODE._replace(
         forward_tokens=forward_tokens, quota_ns=1 << 62, prefill_base_ns=50.0 * MS, linear_ns=0.0,
         main_attention_ns=0.0, indexer_ns=0.0, message_ns=0,
