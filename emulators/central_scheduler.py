@@ -189,8 +189,8 @@ class CentralScheduler(RoleMachine[_Request]):
             serial = self._next_serial(message.group)
             for _, engine, tokens, hbm_tokens in reserved:
                 self._tell(message.group, _Told(serial=serial, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens))
-            ids, engines, counted, _ = zip(*reserved, strict=True)
-            self.out.send(self.plan.leader_of(engines[0]), m.EnginesChosen(serial, ids, engines, counted))
+            ids, engines, counted, hbm = zip(*reserved, strict=True)
+            self.out.send(self.plan.leader_of(engines[0]), m.EnginesChosen(serial, ids, engines, counted, hbm))
 
     def _views(self, message: m.FetchRequests) -> list[EngineView]:
         """The engines as reported, plus what the report cannot include yet."""

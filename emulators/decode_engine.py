@@ -186,7 +186,10 @@ class DecodeEngine(RoleMachine[_Sequence]):
     # --- into HBM ------------------------------------------------------------------------------------------------
 
     def _pump_waiting(self) -> None:
-        """HBM is taken only now, after prefill (paper 4.1), in FIFO order; a request waits for all that it needs."""
+        """HBM is taken only now, after prefill (paper 4.1), in FIFO order; a request waits for all that it needs.
+
+        The leader has counted it since the assignment (8.3): only where that is not looked at does a queue grow here.
+        """
         while self.waiting:
             sequence = self.records.get(self.waiting[0])
             if sequence is None:
@@ -197,8 +200,6 @@ class DecodeEngine(RoleMachine[_Sequence]):
                 return
             self.waiting.popleft()
             sequence.pages = pages
-            tokens = len(pages) * self.params.layout.block_tokens
-            self.out.send(self.leader, m.HbmTaken(sequence.request_id, tokens))
             if self.system.moves_kv:
                 self.move(sequence, "HbmTaken", _L)
                 self._load(sequence)

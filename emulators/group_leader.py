@@ -1,7 +1,8 @@
 """Group leader (paper 8.1): rank 0 of a group pulls work for all its engines at a fixed interval and hands it out.
 
-It keeps what the engines would report: seq_e and tok_e over requests assigned and unfinished, free HBM, and read_q of
-the group's nodes (tokens of hits assigned to be read there and not read yet: thresholds are in tokens).
+It keeps what the engines would report: seq_e, tok_e and free HBM over requests assigned and unfinished, and read_q of
+the group's nodes (tokens of hits assigned to be read there and not read yet: thresholds are in tokens). A request's HBM
+counts from its assignment (paper 8.3), long before the DE takes it: else a DE looks free while it waits for prefill.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ TABLE = TransitionTable(
         LeaderState.ASSIGNED: {
             "RequestReleased": (LeaderState.RELEASED,),
             "ReadFinished": (LeaderState.ASSIGNED,),
-            "HbmTaken": (LeaderState.ASSIGNED,),
         },
     },
     ignored={
@@ -54,7 +54,7 @@ TABLE = TransitionTable(
 class _Held(Record):
     engine: str
     tokens: int
-    hbm_tokens: int = 0
+    hbm_tokens: int
     read_node: str = ""
     read_tokens: int = 0
 
@@ -99,17 +99,13 @@ class GroupLeader(RoleMachine[_Held]):
         match message:
             case m.EnginesChosen():
                 self.serial = max(self.serial, message.serial)
-                reserved = zip(message.request_ids, message.engines, message.tokens, strict=True)
-                for request_id, engine, tokens in reserved:
-                    self._reserve(request_id, engine, tokens)
+                reserved = zip(message.request_ids, message.engines, message.tokens, message.hbm_tokens, strict=True)
+                for request_id, engine, tokens, hbm_tokens in reserved:
+                    self._reserve(request_id, engine, tokens, hbm_tokens)
             case m.RequestsAssigned():
                 self.serial = max(self.serial, message.serial)
                 for assignment in message.assignments:
                     self._assign(assignment)
-            case m.HbmTaken():
-                if (held := self.find(message.request_id, "HbmTaken")) is not None:
-                    held.hbm_tokens = message.tokens
-                    self.move(held, "HbmTaken", LeaderState.ASSIGNED)
             case m.RequestReleased():
                 if (held := self.find(message.request_id, "RequestReleased")) is not None:
                     self.move(held, "RequestReleased", LeaderState.RELEASED)
@@ -120,21 +116,28 @@ class GroupLeader(RoleMachine[_Held]):
             case _:
                 raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for a leader")
 
-    def _reserve(self, request_id: str, engine: str, tokens: int) -> None:
-        self.begin(_Held(request_id=request_id, state=LeaderState.RESERVED, engine=engine, tokens=tokens))
+    def _reserve(self, request_id: str, engine: str, tokens: int, hbm_tokens: int) -> None:
+        held = _Held(
+            request_id=request_id, state=LeaderState.RESERVED, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens
+        )
+        self.begin(held)
 
     def _assign(self, assignment: m.Assignment) -> None:
         prefill = self.group.kind is NodeKind.PE
         engine = assignment.prefill_engine if prefill else assignment.decode_engine
-        prompt, generate = assignment.prompt_tokens, assignment.generate_tokens
-        self._reserve(assignment.request_id, engine, prompt if prefill else prompt + generate)
+        prompt, generate, layout = assignment.prompt_tokens, assignment.generate_tokens, self.params.layout
+        if prefill:
+            self._reserve(assignment.request_id, engine, prompt, 0)
+        else:
+            hbm_tokens = layout.sequence_blocks(prompt, generate) * layout.block_tokens
+            self._reserve(assignment.request_id, engine, prompt + generate, hbm_tokens)
         held = self.find(assignment.request_id, "RequestsAssigned")
         if held is None:
             return
         held.participants = participants(assignment)
         if assignment.read_side == self.group.kind.value:
             held.read_node = node_of(engine)
-            held.read_tokens = assignment.hit_blocks * self.params.layout.block_tokens
+            held.read_tokens = assignment.hit_blocks * layout.block_tokens
         self.move(held, "RequestsAssigned", LeaderState.ASSIGNED)
         self.out.send(engine, m.AssignPrefill(assignment) if prefill else m.AssignDecode(assignment))
 

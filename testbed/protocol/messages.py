@@ -90,7 +90,11 @@ class BlockPublished(Message, frozen=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """What an engine reports (paper 8.1): seq_e, tok_e, and for DEs the free HBM in tokens."""
+    """What an engine reports (paper 8.1): seq_e, tok_e, and for DEs the free HBM in tokens.
+
+    The HBM of all unfinished requests is off ``free_hbm_tokens``, taken by them yet or not. It is below 0 when more has
+    been assigned than there is room for: round robin does not look at it.
+    """
 
     engine: str
     node: str
@@ -122,13 +126,14 @@ class RequestsAssigned(Message, frozen=True):
 class EnginesChosen(Message, frozen=True):
     """Scheduler -> leader: requests reserved on engines of the group, other half pending.
 
-    They count at once, in seq_e and in tok_e by ``tokens``.
+    They count at once: in seq_e, in tok_e by ``tokens``, and in a DE's free HBM by ``hbm_tokens`` (0 for PEs).
     """
 
     serial: int
     request_ids: tuple[str, ...]
     engines: tuple[str, ...]
     tokens: tuple[int, ...]
+    hbm_tokens: tuple[int, ...]
 
 
 class AssignPrefill(Message, frozen=True):
@@ -148,13 +153,6 @@ class RequestReleased(Message, frozen=True):
 
     request_id: str
     engine: str
-
-
-class HbmTaken(Message, frozen=True):
-    """DE -> its group's leader: the request holds so much HBM from now until it is released."""
-
-    request_id: str
-    tokens: int
 
 
 class ReadFinished(Message, frozen=True):
@@ -394,7 +392,6 @@ AnyMessage = (
     | AssignPrefill
     | AssignDecode
     | RequestReleased
-    | HbmTaken
     | ReadFinished
     | LoadPrefix
     | ReserveBuffer

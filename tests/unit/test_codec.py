@@ -21,7 +21,7 @@ def _strategy_of(kind: object) -> st.SearchStrategy[object]:
     info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
     match info:
         case msgspec.inspect.IntType():
-            return st.integers(0, 2**64 - 1)
+            return st.integers(-(2**63), 2**64 - 1)
         case msgspec.inspect.StrType():
             return st.text(max_size=12)
         case msgspec.inspect.BytesType():

@@ -101,19 +101,57 @@ def test_leader_reports_what_its_engines_and_nodes_have_left() -> None:
         leader.handle(mc.Received("x", message), 1)
 
     assert report() == (0, 0, 0, 0, 0)
-    told(m.EnginesChosen(1, ("r1",), ("de0gpu0",), (14,)))
-    assert report() == (1, 1, 14, 0, 0)
+    told(m.EnginesChosen(1, ("r1",), ("de0gpu0",), (14,), (16,)))
+    assert report() == (1, 1, 14, 16, 0)
     told(m.RequestsAssigned(2, (whole,)))
-    assert report() == (2, 2, 14 + 10, 0, 4)
-    told(m.RequestsAssigned(3, (half,)))
-    told(m.HbmTaken("r2", 12))
-    assert report() == (3, 2, 14 + 10, 12, 4)
+    assert report() == (2, 2, 14 + 10, 16 + 12, 4)
+    told(m.RequestsAssigned(3, (half,)))  # counted since it was chosen
+    assert report() == (3, 2, 14 + 10, 16 + 12, 4)
     told(m.ReadFinished("r2", "de0"))
-    assert report() == (3, 2, 14 + 10, 12, 0)
+    assert report() == (3, 2, 14 + 10, 16 + 12, 0)
     told(m.RequestReleased("r2", "de0gpu0"))
-    assert report() == (3, 1, 14, 0, 0)
+    assert report() == (3, 1, 14, 16, 0)
     told(m.AbortRequest("r1", "x"))
     assert report() == (3, 0, 0, 0, 0)
+
+
+def test_free_hbm_falls_below_zero_when_more_is_assigned_than_there_is() -> None:
+    leader = GroupLeader(DE, small_params(de_hbm_pages=4))
+    for k in range(2):  # as round robin does: three blocks each
+        leader.handle(mc.Received("scheduler", m.RequestsAssigned(k + 1, (_assignment(f"r{k}"),))), 1)
+    (fetch,) = _sent(leader.handle(mc.DeadlinePassed("fetch"), 1), m.FetchRequests)
+    assert [e.free_hbm_tokens for e in fetch.engines] == [(4 - 6) * TINY.block_tokens]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first", ["pe", "de"])
+def test_hbm_counts_from_the_assignment_on_though_prompts_are_still_in_prefill(first: str) -> None:
+    plan, params = plan_cluster(cluster(1, 1, 2, 2)), small_params(de_hbm_pages=5)
+    scheduler = CentralScheduler(plan, SYSTEMS["dualpath"], params)
+    leaders = {g.leader: GroupLeader(g, params) for g in sorted(plan.groups, key=lambda g: g.kind.value != first)}
+
+    def turn() -> list[str]:
+        """Both groups fetch once, and are told what comes of it: the DEs that were given a request."""
+        given: list[str] = []
+        for name, leader in leaders.items():
+            (fetch,) = _sent(leader.handle(mc.DeadlinePassed("fetch"), 2), m.FetchRequests)
+            for action in scheduler.handle(mc.Received(name, fetch), 2):
+                if isinstance(action, mc.Send) and action.to in leaders:
+                    answer = leaders[action.to].handle(mc.Received("scheduler", action.message), 2)
+                    given += [a.to for a in answer if isinstance(a, mc.Send) and isinstance(a.message, m.AssignDecode)]
+        return given
+
+    # Three, two and two blocks, by tokens: 13 on gpu0, 6 + 6 on gpu1. No DE takes HBM meanwhile.
+    for request_id, prompt, generate, engine in (("r0", 11, 2, 0), ("r1", 5, 1, 1), ("r2", 5, 1, 1)):
+        _submit(scheduler, request_id, prompt, generate)
+        assert turn() == [f"de0gpu{engine}"]
+    assert turn() == []  # the last reports acknowledge all that was assigned
+    assert [len(t) for t in scheduler._told.values()] == [0, 0]
+    _submit(scheduler, "r3", 5)  # two blocks: gpu1 has the fewest tokens, but one block left
+    assert turn() == ["de0gpu0"]
+    _submit(scheduler, "r4", 5)
+    assert turn() == turn() == []  # both are full: it waits
+    leaders[plan.leader_of("de0gpu1")].handle(mc.Received("de0gpu1", m.RequestReleased("r1", "de0gpu1")), 3)
+    assert turn() == ["de0gpu1"]
 
 
 def test_what_no_engine_can_hold_is_refused_where_it_is_submitted() -> None:

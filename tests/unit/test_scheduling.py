@@ -122,6 +122,12 @@ def test_hbm_is_counted_in_whole_blocks() -> None:
     assert (engine.free_hbm_tokens, engine.tokens) == (0, 5)
 
 
+def test_an_engine_with_more_assigned_than_it_holds_is_given_nothing() -> None:
+    engines = [_de("e0", 0, 0, -8), _de("e1", 3, 90, 16)]
+    assert select_decode(_requests(10, 10), engines, z_factor=1.05) == [("r0", "e1")]
+    assert [e.free_hbm_tokens for e in engines] == [-8, 6]
+
+
 @pytest.mark.parametrize(("prefill", "decode", "side"), [(5, 4, "de"), (4, 5, "pe"), (4, 4, "pe"), (0, 0, "pe")])
 def test_shorter_read_queue_reads_and_ties_go_to_the_prefill_side(prefill: int, decode: int, side: str) -> None:
     assert select_side(prefill, decode) == side

@@ -25,7 +25,7 @@ _MEMORY = {
 }
 """Inputs that take or give back memory or room in a window."""
 _COUNTS = {
-    LEADER: frozenset({"ReadFinished", "HbmTaken", "RequestReleased"}),
+    LEADER: frozenset({"ReadFinished", "RequestReleased"}),
     DRIVER: frozenset({"RequestScheduled"}),
 }
 """Inputs that change nothing but a figure or a note, and that come behind nothing else on their channel."""
