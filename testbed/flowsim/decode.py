@@ -178,6 +178,7 @@ def complete(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap
     c.de_tokens[engine] -= total
     c.de_sequences[engine] -= 1
     c.group_tokens[engine // s.gpus] -= total
+    c.hbm_unplanned[engine] += hbm_need(s, r, request)
     a.context[agent] = total
     a.stored_blocks[agent] = (total - 1) // s.block_tokens
     tier_keep(s, a, agent, total * s.kv_bytes)

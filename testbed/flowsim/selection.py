@@ -145,7 +145,7 @@ def _spread(s: Settings, c: Cluster, q: Queues, r: Requests) -> None:
 def _fetch_decode(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h: Heap, group: int, now: int) -> None:
     first, after = group * s.gpus, (group + 1) * s.gpus
     tokens, sequences = c.de_tokens[first:after], c.de_sequences[first:after]
-    free = c.hbm_free[first:after].copy()
+    free = c.hbm_unplanned[first:after]
     z = s.z_factor * (_fitting(s, q, r, group, free.sum()) + tokens.sum()) / s.gpus
     while q.private[group, 0] != NONE:
         request = q.private[group, 0]
@@ -154,12 +154,12 @@ def _fetch_decode(s: Settings, c: Cluster, q: Queues, r: Requests, a: Agents, h:
             engine = choose_decode(tokens, sequences, free, need, _total(r, request), z)
             if engine == NONE:
                 return
-            free[engine] -= need
             r.decode_engine[request] = first + engine
         engine = r.decode_engine[request] - first
         drop_head(q.private[group], q.next_decode)
         tokens[engine] += _total(r, request)
         sequences[engine] += 1
+        free[engine] -= hbm_need(s, r, request)
         _chosen(s, c, q, r, a, h, request, _DE_CHOSEN, now)
 
 

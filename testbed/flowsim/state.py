@@ -90,7 +90,8 @@ class Cluster(NamedTuple):
     pe_tokens: I64  # [PEs]
     de_tokens: I64  # [DEs]
     de_sequences: I64
-    hbm_free: I64  # [DEs] pages
+    hbm_free: I64  # [DEs] pages that no sequence holds
+    hbm_unplanned: I64  # [DEs] pages that no assigned request will hold
     group_tokens: I64  # [decode nodes]: running and privately queued
     busy: I8  # [units]: a forward runs
     item_count: I64  # [PEs]
@@ -193,6 +194,7 @@ def make_cluster(s: Settings, agents: int, windows: int) -> Cluster:
         de_tokens=i64(des),
         de_sequences=i64(des),
         hbm_free=np.full(des, s.de_hbm_pages, np.int64),
+        hbm_unplanned=np.full(des, s.de_hbm_pages, np.int64),
         group_tokens=i64(s.decode_nodes),
         busy=np.zeros(units, np.int8),
         item_count=i64(pes),

@@ -147,7 +147,7 @@ def test_decode_engines_are_chosen_as_in_the_second_level(
     world = waiting_world(lengths, z_factor=z_factor)
     s, c, q, r, a, h = world.parts
     mine = slice(3, 6)  # the second of three groups
-    c.de_tokens[mine], c.de_sequences[mine], c.hbm_free[mine] = tokens, sequences, pages
+    c.de_tokens[mine], c.de_sequences[mine], c.hbm_unplanned[mine] = tokens, sequences, pages
     for k in range(len(lengths)):
         append(q.private[1], q.next_decode, k)
     _fetch_decode(s, c, q, r, a, h, 1, 0)

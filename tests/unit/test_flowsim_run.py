@@ -129,6 +129,7 @@ def test_the_cluster_is_as_it_was(name: str) -> None:
     assert (r.completed.max() - r.submitted.min()) / 1e9 == result.jct_s
     assert (c.pages_free == s.dram_pages).all()
     assert (c.hbm_free == s.de_hbm_pages).all()
+    assert (c.hbm_unplanned == s.de_hbm_pages).all()
     for idle in (
         c.read_queue, c.pe_tokens, c.de_tokens, c.de_sequences, c.group_tokens, c.busy, c.active, c.contexts,
         c.leave_size, h.size[:1], c.counts[:1],
