@@ -32,7 +32,10 @@ from testbed.metrics.summary import LinkRow, Summary
 from testbed.metrics.views import RoundView, SystemView
 from testbed.units import NS_PER_S
 
-_PACKAGES = ("dualpath-testbed", "aiofiles", "mininet", "msgspec", "numpy", "pyroute2", "rich", "typer", "xxhash")
+_PACKAGES = (
+    "dualpath-testbed", "aiofiles", "matplotlib", "mininet", "msgspec", "numba", "numpy", "pyroute2", "rich", "typer",
+    "xxhash",
+)  # fmt: skip
 _MOST_FOLDERS = 1000
 _SPARE_BYTES = 200_000_000
 """Room for traces and logs beside the blocks."""
