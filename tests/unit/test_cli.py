@@ -38,6 +38,9 @@ def testbed(*arguments: str) -> SimpleNamespace:
     return SimpleNamespace(code=done.exit_code, out=done.stdout, err=done.stderr)
 
 
+testbed.__test__ = False  # type: ignore[attr-defined]  # a helper, whatever its name begins with
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
