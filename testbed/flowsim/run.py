@@ -145,8 +145,7 @@ def simulate(case: FlowCase, calibration: Calibration | None = None) -> FlowResu
         ConfigError: a request that no memory of the cluster can hold.
         BugError: the simulation stands still with agents left.
     """
-    model = _model(case, calibration or load_calibration())
-    settings = _settings(case, model, calibration or load_calibration())
+    settings = _settings(case, _model(case), calibration or load_calibration())
     offset, append, generated = _workload(case)
     _check_fits(case, settings, offset, append, generated)
     agents = make_agents(offset)
@@ -164,7 +163,7 @@ def simulate(case: FlowCase, calibration: Calibration | None = None) -> FlowResu
     return _result(case, settings, cluster, requests, agents.turn, processed)
 
 
-def _model(case: FlowCase, calibration: Calibration) -> ModelSpec:
+def _model(case: FlowCase) -> ModelSpec:
     """The model with what storage keeps of it: the keys of the indexer belong to the KV."""
     model = model_named(case.model)
     return model.with_indexer() if model.indexer_bytes_per_token_layer else model

@@ -73,7 +73,7 @@ class Settings(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Resources and engines. ``counts``: agents left, side turn, PE turn, DE turn, tick pending, events, requests."""
+    """Resources and engines. ``counts``: agents left, side turn, PE turn, DE turn, tick pending."""
 
     snic_rx_free: I64  # [nodes]: when the FIFO of the resource is empty
     snic_tx_free: I64
@@ -216,7 +216,7 @@ def make_cluster(s: Settings, agents: int, windows: int) -> Cluster:
         leave_request=np.zeros((des, sequences), np.int32),
         snic_window=np.zeros((windows, nodes), np.float32),
         attention_window=np.zeros((windows, pes), np.float32),
-        counts=i64(8),
+        counts=i64(5),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from emulators.agent_driver import AgentDriver, Outcome
-from emulators.cluster import RoleDescription, describe_roles, params_for
+from emulators.cluster import RoleDescription, params_for
 from emulators.decode_engine import DecodeEngine
 from emulators.dram_buffer import DramBuffer
 from emulators.prefill_engine import PrefillEngine
@@ -31,7 +31,7 @@ from testbed.fabric.live.readback import verify_shaping
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveCluster, LiveRole, RoleContext
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, SocketOptions
-from testbed.fabric.spec import CONTROL_HOST, ClusterSpec
+from testbed.fabric.spec import ClusterSpec
 from testbed.ids import DRIVER
 from testbed.kvmodel.device import KvDevice
 from testbed.kvmodel.reference import reference_turns
@@ -40,6 +40,7 @@ from testbed.protocol.params import SystemConfig
 from testbed.runtime.oracle import verify_tokens
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import RunResult, SnicSample, SystemRun
+from testbed.runtime.roles import roles_of
 from testbed.runtime.warm import WarmBlocks, place, write_warm_blocks
 from testbed.workload.trajectory import AgentScript
 
@@ -160,16 +161,7 @@ def role_specs(
 ) -> list[RoleSpec]:
     """The processes of a system: every role of the cluster in the namespace of its host."""
     params = params_for(system, plan.params)
-    descriptions = describe_roles(
-        plan.roles,
-        system,
-        plan.params,
-        plan.cost,
-        plan.scripts,
-        plan.starts_ns,
-        central_host=CONTROL_HOST,
-        stored=warm.entries,
-    )
+    descriptions = roles_of(plan, system, warm.entries)
     addresses = {}
     for number, role in enumerate(descriptions):
         addresses[role.name] = (network.endpoints[f"{role.host}.control"].address, CONTROL_PORT + number)

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from emulators.agent_driver import AgentDriver
-from emulators.cluster import describe_roles, params_for
+from emulators.cluster import params_for
 from testbed.fabric.sim.gpu import expected_tokens, prompt_bytes
 from testbed.fabric.sim.world import Record, SimWorld
-from testbed.fabric.spec import CONTROL_HOST
 from testbed.ids import DRIVER
 from testbed.protocol import machine as m
 from testbed.protocol.params import SystemConfig
@@ -24,6 +23,7 @@ from testbed.runtime.oracle import verify_tokens
 from testbed.runtime.past import warm_entries
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import RunResult, SnicSample, SystemRun
+from testbed.runtime.roles import roles_of
 from testbed.trace.tracefile import TraceWriter
 from testbed.workload.trajectory import AgentScript
 
@@ -49,16 +49,7 @@ def run_sim(plan: RunPlan, progress: Progress, *, traced: bool = True) -> RunRes
 def world_of(plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, int]], record: Record | None) -> SimWorld:
     """The world of one system, not started; its storage holds the blocks ``stored``, ``(key, parent)`` each."""
     params = params_for(system, plan.params)
-    descriptions = describe_roles(
-        plan.roles,
-        system,
-        plan.params,
-        plan.cost,
-        plan.scripts,
-        plan.starts_ns,
-        central_host=CONTROL_HOST,
-        stored=stored,
-    )
+    descriptions = roles_of(plan, system, stored)
     world = SimWorld(
         plan.cluster,
         params.layout,

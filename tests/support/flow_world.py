@@ -64,7 +64,7 @@ class FlowWorld:
 def settings_for(case: FlowCase, calibration: Calibration | None = None, **changed: Any) -> Settings:
     """The constants that ``simulate`` would use, some of them changed."""
     fit = calibration or load_calibration()
-    return _settings(case, _model(case, fit), fit)._replace(**changed)
+    return _settings(case, _model(case), fit)._replace(**changed)
 
 
 def flow_world(settings: Settings, turns: Sequence[Turns], *, windows: int = 1 << 12) -> FlowWorld:
