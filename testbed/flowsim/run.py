@@ -23,7 +23,8 @@ from testbed.flowsim.state import (
     make_queues,
     make_requests,
 )
-from testbed.models.hardware import ALPHA_S, BETA_S, PAPER_HARDWARE, kv_dram_bytes_per_node, kv_hbm_bytes_per_gpu
+from testbed.models.compute import GpuSpec
+from testbed.models.hardware import ALPHA_S, PAPER_HARDWARE, beta_tokens, kv_dram_bytes_per_node, kv_hbm_bytes_per_gpu
 from testbed.models.model import ModelSpec, model_named
 from testbed.units import NS_PER_S
 from testbed.workload.agents import SYNTHETIC_TOKENS, poisson_starts_ns
@@ -172,6 +173,14 @@ def _model(case: FlowCase) -> ModelSpec:
 def _settings(case: FlowCase, model: ModelSpec, fit: Calibration) -> Settings:
     hardware = PAPER_HARDWARE
     flops_per_ns = fit.effective_pflops * 1e15 / NS_PER_S
+    gpu = GpuSpec(
+        effective_flops=fit.effective_pflops * 1e15,
+        effective_attention_flops=fit.effective_pflops * 1e15,
+        prefill_base_s=fit.prefill_layer_overhead_ms * 1e-3 * model.layers,
+        decode_base_s=0.0,  # beta is about prefill
+        decode_per_sequence_s=0.0,
+        decode_per_context_token_s=0.0,
+    )
     kv = fit.kv_bytes_per_token_27b if case.model == "ds-27b" else float(model.kv_bytes_per_token)
     kv *= case.option("kv_byte_scale", 1.0)
     oracle, sgl = case.system == "oracle", case.system == "sgl-mc"
@@ -212,7 +221,7 @@ def _settings(case: FlowCase, model: ModelSpec, fit: Calibration) -> Settings:
         persist_ns=_PERSIST_NS,
         fetch_ns=int(fit.fetch_interval_s * NS_PER_S),
         alpha_tokens=int(storage_rate * 1e9 * ALPHA_S / kv),
-        beta_tokens=_beta_tokens(model, flops_per_ns),
+        beta_tokens=beta_tokens(model, gpu),
         z_factor=_Z_FACTOR,
         quota_ns=_QUOTA_NS if balanced else _NO_LIMIT,
         forward_tokens=_NO_LIMIT if balanced else int(fit.forward_tokens),
@@ -249,13 +258,6 @@ def _unit_engines(case: FlowCase, model: ModelSpec) -> int:
         return 1
     nodes = model.prefill_nodes if case.prefill_nodes % model.prefill_nodes == 0 else 1
     return nodes * PAPER_HARDWARE.gpus_per_node
-
-
-def _beta_tokens(model: ModelSpec, flops_per_ns: float) -> int:
-    """Tokens, hits included, that one GPU processes in ``BETA_S``: average requests of the 64K trace, one by one."""
-    context, append = 32_721, 429
-    request_ns = model.prefill_flops(context, append) / flops_per_ns
-    return int((context + append) * BETA_S * NS_PER_S / request_ns)
 
 
 # --- workload ------------------------------------------------------------------------------------------------------
