@@ -81,11 +81,12 @@ def run_all(
 
 def _child(task: Task[T], work: Callable[[T], int]) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep alone, which passes it on once
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTIONS)
     with task.output.open("w", encoding="utf-8", buffering=1) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
         sys.stdout = sys.stderr = file  # whatever they were, a terminal or something that captures
+        # An interruption that came meanwhile strikes here, where what it prints is the run's.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTIONS)
         sys.exit(work(task.subject))
 
 

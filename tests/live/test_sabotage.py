@@ -24,7 +24,7 @@ from testbed.metrics.summary import Summary
 from testbed.protocol import machine as mc
 from testbed.protocol import messages as m
 from testbed.protocol.grants import GrantRef
-from testbed.runtime import live_run
+from testbed.runtime import roles
 from tests.live.small import run_small
 
 pytestmark = pytest.mark.live
@@ -165,7 +165,7 @@ def test_a_cnic_bypassed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     alter(monkeypatch, PrefillEngine, grant)
     alter(monkeypatch, DramBuffer, write)
-    monkeypatch.setattr(live_run, "describe_roles", listening)
+    monkeypatch.setattr(roles, "describe_roles", listening)
     summary = run_small(tmp_path, "basic")
     assert summary.failures == ()
     assert summary.exit_code == 3
