@@ -12,6 +12,16 @@ from typing import Protocol, runtime_checkable
 from testbed.protocol.grants import GrantRef, Landing
 from testbed.protocol.messages import Message
 
+
+@dataclass(frozen=True, slots=True, order=True)
+class ExchangeTag:
+    """Which collective of a group: the forward (or decode step) of the group, the part of it, dispatch or combine."""
+
+    round: int
+    part: int
+    combine: bool
+
+
 # --- events ------------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +77,16 @@ class ComputeFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardArrived:
+    """A peer's shard of a collective has arrived whole (``Exchange``). ``latency_ns``: from its post to its last byte."""
+
+    sender: str
+    tag: ExchangeTag
+    tokens: int
+    latency_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockFetched:
     """Storage server: a block has been read from disk into staging memory, and its header was right."""
 
@@ -115,6 +135,7 @@ Event = (
     | WriteCompleted
     | WriteFailed
     | ComputeFinished
+    | ShardArrived
     | BlockFetched
     | FetchFailed
     | BlockWritten
@@ -215,6 +236,28 @@ class ComputeDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class Compute:
+    """Keep the GPU busy for ``duration_ns``; no memory is touched (what of a layer is not in the two above)."""
+
+    compute_id: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Send a shard of a collective to each peer (its role name, bytes), through the own CNIC in the high lane.
+
+    Expert-parallel dispatch and combine write to memory that is set aside for them (DeepEP), so no grant is asked for:
+    a peer is at most one collective ahead, which bounds what can be under way. A shard of 0 bytes still arrives.
+    ``tokens``: how many tokens of the sender's are in the batch.
+    """
+
+    tag: ExchangeTag
+    tokens: int
+    shards: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSequence:
     """The sequence's prompt KV is in HBM at ``pages`` (offsets): remember its tokens to extend it. No GPU time."""
 
@@ -270,6 +313,8 @@ Action = (
     | Write
     | ComputePrefill
     | ComputeDecode
+    | Compute
+    | Exchange
     | LoadSequence
     | ForgetSequence
     | FetchBlock
