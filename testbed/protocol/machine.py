@@ -78,7 +78,7 @@ class ComputeFinished:
 
 @dataclass(frozen=True, slots=True)
 class ShardArrived:
-    """A peer's shard of a collective has arrived whole (``Exchange``). ``latency_ns``: from its post to its last byte."""
+    """A peer's shard of a collective has arrived whole (``Exchange``), ``latency_ns`` after it was posted."""
 
     sender: str
     tag: ExchangeTag
