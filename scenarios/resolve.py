@@ -17,7 +17,7 @@ from testbed.models.hardware import Hardware, alpha_tokens, beta_tokens, kv_dram
 from testbed.models.model import MODELS, ModelSpec, model_named
 from testbed.models.scale import FittedScale, Scale
 from testbed.protocol.layout import BlockLayout
-from testbed.protocol.params import SYSTEMS, ProtocolParams, SystemConfig
+from testbed.protocol.params import SYSTEMS, ProtocolParams, SystemConfig, system_named
 from testbed.protocol.plan import plan_cluster
 from testbed.runtime.plan import RunPlan
 from testbed.units import NS_PER_S
@@ -78,19 +78,17 @@ def gpu_of(section: GpuSection, model: ModelSpec) -> GpuSpec:
 
 
 def systems_of(names: Sequence[str]) -> tuple[SystemConfig, ...]:
-    """Systems by name, in the order given.
+    """Systems by name, options behind it, in the order given.
 
     Raises:
         ConfigError: none, an unknown one (with the nearest name), or one twice.
     """
     if not names:
         raise ConfigError(f"no systems to run; choose from {', '.join(SYSTEMS)}.")
-    for name in names:
-        if name not in SYSTEMS:
-            raise ConfigError(f"unknown system {name!r}{nearest(name, SYSTEMS)}; choose from {', '.join(SYSTEMS)}.")
+    systems = tuple(system_named(name) for name in names)
     if len(set(names)) != len(names):
         raise ConfigError(f"systems {', '.join(names)}: each can run once.")
-    return tuple(SYSTEMS[name] for name in names)
+    return systems
 
 
 def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:

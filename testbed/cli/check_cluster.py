@@ -19,7 +19,7 @@ from testbed.fabric.check.content import Cell, expected_tokens, right_cells
 from testbed.fabric.check.role import GrantNames, Setup, Shared
 from testbed.fabric.spec import ClusterSpec
 from testbed.protocol.layout import U32, BlockLayout
-from testbed.protocol.params import SYSTEMS, ProtocolParams
+from testbed.protocol.params import SYSTEMS, ProtocolParams, system_named
 from testbed.protocol.placement import replicas_of
 from testbed.protocol.plan import plan_cluster
 from testbed.protocol.trie import ROOT
@@ -179,10 +179,10 @@ def setup_of(config: CheckConfig, *, alter: Callable[[list[RoleDescription]], li
     Raises:
         ConfigError: a cluster or parameters that cannot be.
     """
-    if config.system not in SYSTEMS or not SYSTEMS[config.system].moves_kv:
-        known = ", ".join(name for name, system in SYSTEMS.items() if system.moves_kv)
-        raise ConfigError(f"check: system {config.system} moves no KV or does not exist; choose one of {known}.")
-    system = SYSTEMS[config.system]
+    system = system_named(config.system)
+    if not system.moves_kv:
+        known = ", ".join(name for name, known_system in SYSTEMS.items() if known_system.moves_kv)
+        raise ConfigError(f"check: system {config.system} moves no KV; choose one of {known}.")
     layout = BlockLayout(model="check", layers=config.layers, block_tokens=config.block_tokens, bytes_per_token_layer=1)
     params = params_for(system, _params(config, layout))
     plan = plan_cluster(_spec(config))

@@ -131,10 +131,10 @@ def parity(
 @app.command(name="list")
 @_command
 def list_() -> int:
-    """Scenarios, topologies, systems and models that ship."""
+    """Scenarios, topologies, systems and their options, and models that ship."""
     from scenarios.loader import read_scenario, scenario_names  # noqa: PLC0415
     from testbed.models.model import MODELS  # noqa: PLC0415
-    from testbed.protocol.params import SYSTEMS  # noqa: PLC0415
+    from testbed.protocol.params import OPTIONS, SYSTEMS  # noqa: PLC0415
     from topologies.loader import load_topology, topology_names  # noqa: PLC0415
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -142,6 +142,7 @@ def list_() -> int:
         ("scenario", [(name, read_scenario(name).title) for name in scenario_names()]),
         ("topology", [(name, load_topology(name).title) for name in topology_names()]),
         ("system", [(name, system.title) for name, system in SYSTEMS.items()]),
+        ("option", [(f"-{name}", f"behind a system's name: {option.sentence}") for name, option in OPTIONS.items()]),
         ("model", [(name, model.title) for name, model in MODELS.items()]),
     ):
         for name, title in rows:

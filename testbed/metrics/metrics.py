@@ -19,11 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from testbed.metrics.views import RoundView, SampleView, SystemView
+from testbed.protocol.params import system_named
 from testbed.units import NS_PER_S
 
 PLATEAU_DECILES = (0.1, 0.9)
-
-_READ_ON_BOTH_SIDES = ("dual-path-rr", "dualpath")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +165,7 @@ def _busiest(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_n
 
 def _readers(system: str, nodes: Sequence[str], *, both: bool) -> list[str]:
     """Nodes through whose SNICs the system reads: a side that should and never does must not be left out."""
-    both = both or system in _READ_ON_BOTH_SIDES
+    both = both or system_named(system).reads_on_both_sides
     return [node for node in nodes if both or node.startswith("pe")]
 
 

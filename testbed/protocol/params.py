@@ -6,8 +6,10 @@ Systems of the evaluation are configurations of the same machines, see ``SystemC
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from testbed.errors import ConfigError
 from testbed.protocol.layout import BlockLayout
@@ -83,6 +85,7 @@ class ProtocolParams:
 
 
 SidePolicy = Literal["pe", "round_robin", "shorter_queue"]
+CopyPath = Literal["cnic", "copy-engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,14 @@ class SystemConfig:
     """Engines chosen by Algorithm 1 and the two DE levels (paper 8.2, 8.3); else round robin."""
     moves_kv: bool = True
     """False for Oracle: no storage reads, no copies, no PE-DE transfers."""
+    copy_path: CopyPath = "cnic"
+    """How a copy between a node's DRAM and its own GPU goes: loopback through the paired CNIC, in the low lane (paper
+    5), or over the copy engine: PCIe alone, past every lane. What goes to another node always goes through CNICs."""
+
+    @property
+    def reads_on_both_sides(self) -> bool:
+        """Whether decode nodes read hits too."""
+        return self.side_policy != "pe"
 
 
 SYSTEMS: dict[str, SystemConfig] = {
@@ -113,3 +124,61 @@ SYSTEMS: dict[str, SystemConfig] = {
         SystemConfig(name="oracle", title="Oracle", layerwise=True, side_policy="pe", balanced=True, moves_kv=False),
     )
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemOption:
+    """A departure that stacks on a system: ``changes`` are fields of ``SystemConfig``; ``title`` is put behind its."""
+
+    name: str
+    title: str
+    sentence: str
+    changes: Mapping[str, Any]
+
+
+OPTIONS: dict[str, SystemOption] = {
+    option.name: option
+    for option in (
+        SystemOption(
+            name="copy-engine",
+            title="copy engine",
+            sentence="copies between a node's DRAM and its own GPU take PCIe alone, past the CNIC and its lanes",
+            changes={"copy_path": "copy-engine"},
+        ),
+    )
+}
+
+
+def system_named(name: str) -> SystemConfig:
+    """A system by name, with the options whose names are put behind it: ``dualpath-copy-engine``.
+
+    Raises:
+        ConfigError: an unknown system or option, with the nearest name; an option twice, or on a system without KV.
+    """
+    base = max((s for s in SYSTEMS if name == s or name.startswith(f"{s}-")), key=len, default="")
+    if not base:
+        raise _unknown_system(name)
+    system, rest = SYSTEMS[base], name.removeprefix(base)
+    given: list[str] = []
+    while rest:
+        option = next((o for o in OPTIONS.values() if f"{rest}-".startswith(f"-{o.name}-")), None)
+        if option is None:
+            raise _unknown_system(name)
+        if option.name in given:
+            raise ConfigError(f"system {name}: option {option.name} is given twice; give it once.")
+        if not system.moves_kv:
+            raise ConfigError(f"system {name}: {base} moves no KV; leave option {option.name} out.")
+        given.append(option.name)
+        system = replace(system, name=name, title=f"{system.title}, {option.title}", **option.changes)
+        rest = rest.removeprefix(f"-{option.name}")
+    return system
+
+
+def _unknown_system(name: str) -> ConfigError:
+    known = [*SYSTEMS, *(f"{s}-{o}" for s in SYSTEMS for o in OPTIONS if SYSTEMS[s].moves_kv)]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return ConfigError(
+        f"unknown system {name!r}{hint}; choose from {', '.join(SYSTEMS)}, with options behind it: "
+        f"{', '.join(f'-{option}' for option in OPTIONS)}."
+    )

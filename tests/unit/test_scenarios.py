@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scenarios.loader import LoadedScenario, load_scenario, name_of, read_scenario, scenario_names
+from scenarios.resolve import systems_of
 from testbed.errors import ConfigError
 from testbed.metrics.expression import check_expression, systems_named
 from testbed.models.compute import HOPPER
@@ -98,6 +99,9 @@ def test_overrides_are_typed_by_the_schema() -> None:
         ("seed.x=3", r"seed is a value, so there is no key 'seed.x'"),
         ("seed", r"give it as key=value"),
         ("model=ds-27", r"unknown model 'ds-27' \(did you mean 'ds-27b'\?\)"),
+        ("systems=dualpath-copy-enigne", r"unknown system .* \(did you mean 'dualpath-copy-engine'\?\)"),
+        ("systems=dualpath-copy-engine-copy-engine", "option copy-engine is given twice"),
+        ("systems=oracle-copy-engine", "oracle moves no KV"),
         ("systems=dualpth", r"unknown system 'dualpth' \(did you mean 'dualpath'\?\)"),
         ("systems=basic,basic", r"each can run once"),
         ("systems=", r"no systems to run"),
@@ -197,3 +201,10 @@ def test_the_resolved_configuration_is_plain_data() -> None:
     assert resolved["seed"] == 3 and resolved["scenario"] == "quickstart"
     assert resolved["emulated"]["cluster"]["snic_rate_bps"] == load().plan.cluster.snic_rate_bps
     assert resolved["emulated"]["params"]["dram_pages"] == load().plan.params.dram_pages
+
+
+def test_options_stack_on_systems() -> None:
+    plain, optioned = systems_of(["dualpath", "dual-path-rr-copy-engine"])
+    assert (plain.copy_path, optioned.copy_path) == ("cnic", "copy-engine")
+    assert optioned.name == "dual-path-rr-copy-engine" and optioned.title == "+ dual path, copy engine"
+    assert optioned.side_policy == "round_robin"
