@@ -22,6 +22,7 @@ def stands_for(scenario: Scenario, plan: RunPlan) -> str:
         f"CNIC {_rate(PAPER_HARDWARE.cnic_rate_bps)} and SNIC {_rate(scale.to_paper_rate_bps(cluster.snic_rate_bps))} "
         f"as {_rate(cluster.cnic_rate_bps)} and {_rate(cluster.snic_rate_bps)} "
         f"(1:{float(scale.bandwidth_scale):,.0f})",
+        f"lanes {cluster.lanes.value}",
         f"KV bytes 1:{float(scale.byte_scale):,.0f}",
         f"time {float(scale.time_scale):.3g}:1",
     ]

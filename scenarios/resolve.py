@@ -12,6 +12,8 @@ from pathlib import Path
 
 from scenarios.schema import GpuSection, ProtocolSection, Scenario, WorkloadSection
 from testbed.errors import ConfigError
+from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
+from testbed.fabric.spec import ClusterSpec, LaneDiscipline
 from testbed.models.compute import GpuSpec, gpu_for
 from testbed.models.hardware import Hardware, alpha_tokens, beta_tokens, kv_dram_bytes_per_node, kv_hbm_bytes_per_gpu
 from testbed.models.model import MODELS, ModelSpec, model_named
@@ -39,8 +41,36 @@ def shape_of(scenario: Scenario) -> ClusterShape:
         ConfigError: an unknown topology, or a shape that is none.
     """
     shape = load_topology(scenario.topology)
-    changed = {f.name: v for f in fields(scenario.cluster) if (v := getattr(scenario.cluster, f.name)) is not None}
+    counted = {f.name for f in fields(shape)} & {f.name for f in fields(scenario.cluster)}
+    changed = {name: value for name in counted if (value := getattr(scenario.cluster, name)) is not None}
     return replace(shape, **changed)
+
+
+def cluster_of(scenario: Scenario, scale: FittedScale) -> ClusterSpec:
+    """The emulated cluster. Lanes that are still "auto" are htb: every world has it.
+
+    Raises:
+        ConfigError: an unknown topology, a shape that is none, arbiter tables that do not parse.
+    """
+    section = scenario.cluster
+    lanes = LaneDiscipline.HTB if section.lanes == "auto" else LaneDiscipline(section.lanes)
+    return cluster_spec(shape_of(scenario), scale, lanes=lanes, arbiter=arbiter_of(section.opensm))
+
+
+def arbiter_of(opensm: str) -> ArbiterTables:
+    """The arbiter's tables in the file ``opensm``, or the paper's if it is empty.
+
+    Raises:
+        ConfigError: a file that cannot be read, or that holds no tables.
+    """
+    if not opensm:
+        return PAPER_TABLES
+    try:
+        return ArbiterTables.parse(Path(opensm).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{opensm}: cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    except ConfigError as error:
+        raise ConfigError(f"{opensm}: {error}") from error
 
 
 def model_of(scenario: Scenario) -> ModelSpec:
@@ -100,7 +130,7 @@ def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
     model = model_of(scenario)
     scale = scale_of(scenario, model)
     shape = shape_of(scenario)
-    cluster = cluster_spec(shape, scale)
+    cluster = cluster_of(scenario, scale)
     gpu = gpu_of(scenario.gpu, model)
     cost = scale.compute_model(gpu)
     layout = BlockLayout(

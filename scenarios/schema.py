@@ -16,16 +16,24 @@ from testbed.models.scale import PAPER_BLOCK_TOKENS
 from testbed.runtime.plan import TrustLimits
 from testbed.workload.agents import SYNTHETIC_TOKENS
 
+LaneName = Literal["auto", "htb", "prio", "ets", "none", "infiniband"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Departures from the topology file; None keeps what it says."""
+    """Departures from the topology file (None keeps what it says), and the lanes of the CNICs.
+
+    ``lanes``: a ``LaneDiscipline``; "auto" is the best that the kernel of a live run offers, and htb in the sim world.
+    ``opensm``: a file with the tables of infiniband in OpenSM's words; empty: the paper's.
+    """
 
     prefill_nodes: int | None = None
     decode_nodes: int | None = None
     gpus_per_node: int | None = None
     storage_servers: int | None = None
     s: float | None = None
+    lanes: LaneName = "htb"
+    opensm: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

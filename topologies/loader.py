@@ -13,7 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 from testbed.errors import ConfigError
-from testbed.fabric.spec import ClusterSpec
+from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
+from testbed.fabric.spec import ClusterSpec, LaneDiscipline
 from testbed.models.hardware import PAPER_HARDWARE, Hardware
 from testbed.models.scale import FittedScale
 from testbed.units import MBIT
@@ -96,8 +97,14 @@ def _read(path: Path, name: str) -> ClusterShape:
     return fill(ClusterShape, {"name": name, **read_toml(path)}, f"topology {path}")
 
 
-def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
-    """The shape at the paper's rates divided by ``scale``.
+def cluster_spec(
+    shape: ClusterShape,
+    scale: FittedScale,
+    *,
+    lanes: LaneDiscipline = LaneDiscipline.HTB,
+    arbiter: ArbiterTables = PAPER_TABLES,
+) -> ClusterSpec:
+    """The shape at the paper's rates divided by ``scale``, its CNICs with these lanes.
 
     Raises:
         ConfigError: links below the rate that the kernel shapes well.
@@ -119,4 +126,6 @@ def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
         snic_rate_bps=small.snic_rate_bps,
         pcie_rate_bps=small.pcie_rate_bps,
         dram_rate_bps=small.dram_rate_bps,
+        lanes=lanes,
+        arbiter=arbiter,
     )

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.tree import Tree
 
 from scenarios.loader import read_scenario, scenario_names
-from scenarios.resolve import model_of, scale_of, shape_of
+from scenarios.resolve import cluster_of, model_of, scale_of
 from testbed.errors import ConfigError
 from testbed.fabric.spec import ClusterSpec
 from testbed.units import MBIT
-from topologies.loader import cluster_spec, topology_names
+from topologies.loader import topology_names
 from topologies.tomlinput import nearest
 
 DEFAULT_SCENARIO = "quickstart"
@@ -31,7 +31,7 @@ def spec_named(name: str, overrides: Sequence[str] = ()) -> ClusterSpec:
     else:
         known = [*topology_names(), *scenario_names()]
         raise ConfigError(f"unknown topology or scenario {name!r}{nearest(name, known)}; see `testbed list`.")
-    return cluster_spec(shape_of(scenario), scale_of(scenario, model_of(scenario)))
+    return cluster_of(scenario, scale_of(scenario, model_of(scenario)))
 
 
 def tree(spec: ClusterSpec) -> Tree:

@@ -20,6 +20,7 @@ import enum
 from dataclasses import dataclass
 
 from testbed.errors import ConfigError
+from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
 from testbed.units import MBIT
 
 
@@ -31,9 +32,22 @@ class NodeKind(enum.Enum):
 
 
 class LaneDiscipline(enum.Enum):
-    """How the two lanes of a CNIC, model traffic and KV (paper 5.1), are realised on an interface."""
+    """How the two lanes of a CNIC, model traffic and KV (paper 5.1), divide the link. All but NONE idle for nobody.
+
+    ==========  ===============================================================================================
+    HTB         the high lane is guaranteed ``high_share``, KV the rest; what one leaves the other takes
+    PRIO        strict: KV goes only while no model traffic waits, and may starve
+    ETS         deficit round robin, quanta 240 : 1 as the paper's HighLimit and its KV weight
+    NONE        one queue for both: isolation off
+    INFINIBAND  the arbiter with ``ClusterSpec.arbiter``'s tables (sim world only: no Linux queue is one)
+    ==========  ===============================================================================================
+    """
 
     HTB = "htb"
+    PRIO = "prio"
+    ETS = "ets"
+    NONE = "none"
+    INFINIBAND = "infiniband"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +70,8 @@ class ClusterSpec:
 
     ``pcie_rate_bps`` and ``dram_rate_bps`` are the shared-rate resources of a GPU (per direction) and of a node
     (half duplex, paper section 5). ``storage_rate_bps`` shapes each storage server's own port (0: unshaped).
-    ``high_share`` is the share that the high lane is guaranteed (paper 5.1: about 99 %).
+    ``high_share`` is the share that the high lane is guaranteed under htb (paper 5.1: about 99 %); ``arbiter`` are the
+    tables under infiniband, with model traffic on VL0 and KV on VL2.
     """
 
     name: str
@@ -71,6 +86,7 @@ class ClusterSpec:
     storage_rate_bps: int = 0
     lanes: LaneDiscipline = LaneDiscipline.HTB
     high_share: float = 0.99
+    arbiter: ArbiterTables = PAPER_TABLES
 
     def __post_init__(self) -> None:
         """Refuse what no world can build.

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from testbed.errors import ConfigError
-from testbed.fabric.sim.arbiter import PAPER_TABLES, ArbiterTables, PacketArbiter
+from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables, PacketArbiter
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 OPENSM = """

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from testbed.errors import BugError, ConfigError
-from testbed.fabric.sim.arbiter import ArbiterTables
+from testbed.fabric.arbiter import ArbiterTables
 from testbed.fabric.sim.fluid import Discipline, FluidNetwork, Lane, Resource
 
 BYTE_PER_NS = 8_000_000_000

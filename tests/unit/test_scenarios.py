@@ -10,6 +10,8 @@ import pytest
 from scenarios.loader import LoadedScenario, load_scenario, name_of, read_scenario, scenario_names
 from scenarios.resolve import systems_of
 from testbed.errors import ConfigError
+from testbed.fabric.arbiter import PAPER_TABLES
+from testbed.fabric.spec import LaneDiscipline
 from testbed.metrics.expression import check_expression, systems_named
 from testbed.models.compute import HOPPER
 from testbed.models.hardware import alpha_tokens, kv_dram_bytes_per_node
@@ -208,3 +210,24 @@ def test_options_stack_on_systems() -> None:
     assert (plain.copy_path, optioned.copy_path) == ("cnic", "copy-engine")
     assert optioned.name == "dual-path-rr-copy-engine" and optioned.title == "+ dual path, copy engine"
     assert optioned.side_policy == "round_robin"
+
+
+def test_lanes_are_chosen_by_the_scenario_and_auto_is_htb_until_a_kernel_was_asked() -> None:
+    assert load().plan.cluster.lanes is LaneDiscipline.HTB
+    assert load("cluster.lanes=auto").plan.cluster.lanes is LaneDiscipline.HTB
+    loaded = load("cluster.lanes=infiniband")
+    assert loaded.plan.cluster.lanes is LaneDiscipline.INFINIBAND
+    assert loaded.plan.cluster.arbiter == PAPER_TABLES
+    assert "lanes infiniband;" in loaded.stands_for
+    assert loaded.resolved["emulated"]["cluster"]["lanes"] == "infiniband"
+
+
+def test_arbiter_tables_come_from_a_file_and_one_that_holds_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "opensm.conf"
+    file.write_text("qos_high_limit 10\nqos_vlarb_high 0:64\nqos_vlarb_low 2:64\n")
+    assert load("cluster.lanes=infiniband", f"cluster.opensm={file}").plan.cluster.arbiter.high_limit == 10
+    file.write_text("qos_high_limit 10\nqos_vlarb_high 0-64\nqos_vlarb_low 2:64\n")
+    with pytest.raises(ConfigError, match=r'opensm.conf: qos_vlarb_high: entry "0-64" is not VL:WEIGHT'):
+        load(f"cluster.opensm={file}")
+    with pytest.raises(ConfigError, match="nowhere: cannot be read"):
+        load("cluster.opensm=nowhere")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from testbed.errors import ConfigError
-from testbed.fabric.spec import ClusterSpec
+from testbed.fabric.spec import ClusterSpec, LaneDiscipline
 
 MAX_NODES = 16
 MAX_GPUS_PER_NODE = 16
@@ -11,11 +11,18 @@ MAX_STORAGE_SERVERS = 16
 
 
 def check_buildable(spec: ClusterSpec) -> None:
-    """Refuse a cluster that has no place in the address plan, or too many processes for a host.
+    """Refuse a cluster that has no place in the address plan, too many processes for a host, or lanes of no kernel.
 
     Raises:
         ConfigError: naming the count, the limit and the way out.
     """
+    if spec.lanes is LaneDiscipline.INFINIBAND:
+        raise ConfigError(
+            f"topology {spec.name}: lanes infiniband exist in the sim world only, for no queue of a kernel is an "
+            "InfiniBand arbiter; run it with --world sim, or set cluster.lanes to htb."
+        )
+    if spec.lanes is not LaneDiscipline.HTB:
+        raise ConfigError(f"topology {spec.name}: the live world cannot build lanes {spec.lanes.value}; set htb.")
     for key, value, most in (
         ("prefill_nodes (P)", spec.prefill_nodes, MAX_NODES),
         ("decode_nodes (D)", spec.decode_nodes, MAX_NODES),

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from testbed.errors import ConfigError
-from testbed.fabric.sim.arbiter import PAPER_TABLES, ArbiterTables
+from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
 
 
 class Lane(enum.IntEnum):
