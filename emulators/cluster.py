@@ -26,7 +26,7 @@ class RoleDescription:
     """A role to host: how to make its machine, the memory it owns, and where that memory can be written.
 
     ``host`` names the place (node, GPU, storage server, central host). ``has_gpu`` and ``has_disk`` say which devices
-    the world must give it.
+    the world must give it. ``exchanges_with`` are the engines that it has collectives with (none: no sockets for them).
     """
 
     name: str
@@ -36,6 +36,7 @@ class RoleDescription:
     endpoints: tuple[str, ...] = ()
     has_gpu: bool = False
     has_disk: bool = False
+    exchanges_with: tuple[str, ...] = ()
 
 
 def params_for(system: SystemConfig, params: ProtocolParams) -> ProtocolParams:

@@ -2,8 +2,8 @@
 
 A line is an object: ``t`` (ns on the world's clock, shared by all roles), ``k`` (the type's name), and what
 the type is about: ``r`` request, ``m`` message type, ``to``/``from`` peer, ``g`` grant, ``w`` write, ``b`` block key,
-``n`` bytes, ``c`` compute, ``d`` deadline, ``why``. Lines are encoded at once and written in large chunks, so that a
-role spends about 2 us per line; one that is killed loses at most its last chunk.
+``n`` bytes, ``c`` compute, ``x`` collective (round, part, combine), ``d`` deadline, ``why``. Lines are encoded at once
+and written in large chunks, so that a role spends about 2 us per line; one that is killed loses at most its last chunk.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def _message(name: str, peer: str, message: Message) -> Fields:
     return fields
 
 
+def _collective(tag: m.ExchangeTag, tokens: int) -> Fields:
+    return {"x": [tag.round, tag.part, int(tag.combine)], "tokens": tokens}
+
+
 DESCRIBE: dict[type, Callable[[Any], Fields]] = {
     m.Started: lambda x: {},
     m.Received: lambda x: _message("from", x.sender, x.message),
@@ -45,6 +49,7 @@ DESCRIBE: dict[type, Callable[[Any], Fields]] = {
     m.WriteCompleted: lambda x: {"w": x.write_id},
     m.WriteFailed: lambda x: {"w": x.write_id, "why": x.reason},
     m.ComputeFinished: lambda x: {"c": x.compute_id, "tokens": len(x.tokens)},
+    m.ShardArrived: lambda x: {"from": x.sender, **_collective(x.tag, x.tokens), "ns": x.latency_ns},
     m.BlockFetched: lambda x: {"b": x.key},
     m.FetchFailed: lambda x: {"b": x.key, "why": x.reason},
     m.BlockWritten: lambda x: {"b": x.key},
@@ -61,6 +66,12 @@ DESCRIBE: dict[type, Callable[[Any], Fields]] = {
         "r": [item.request_id for item in x.items],
     },
     m.ComputeDecode: lambda x: {"c": x.compute_id, "ns": x.duration_ns, "batch": len(x.items)},
+    m.Compute: lambda x: {"c": x.compute_id, "ns": x.duration_ns},
+    m.Exchange: lambda x: {
+        **_collective(x.tag, x.tokens),
+        "peers": len(x.shards),
+        "n": sum(size for _, size in x.shards),
+    },
     m.LoadSequence: lambda x: {"r": x.request_id},
     m.ForgetSequence: lambda x: {"r": x.request_id},
     m.FetchBlock: lambda x: {"b": x.key},

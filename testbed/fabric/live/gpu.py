@@ -13,7 +13,7 @@ from typing import Protocol
 
 from testbed.protocol import machine as m
 
-Compute = m.ComputePrefill | m.ComputeDecode
+Compute = m.ComputePrefill | m.ComputeDecode | m.Compute
 
 
 class Device(Protocol):
@@ -58,7 +58,7 @@ class Gpu:
         self.counters = GpuCounters()
 
     def submit(self, device: Device, action: Compute) -> None:
-        """Run now, or after those submitted before."""
+        """Run now, or after those submitted before. A plain ``Compute`` only takes its time."""
         if self._current is None:
             self._begin(device, action, time.monotonic_ns())
         else:
@@ -66,7 +66,11 @@ class Gpu:
 
     def _begin(self, device: Device, action: Compute, start_ns: int) -> None:
         called_ns = time.monotonic_ns()
-        tokens = device.prefill(action) if isinstance(action, m.ComputePrefill) else device.decode(action)
+        tokens: dict[str, int] = {}
+        if isinstance(action, m.ComputePrefill):
+            tokens = device.prefill(action)
+        elif isinstance(action, m.ComputeDecode):
+            tokens = device.decode(action)
         now_ns = time.monotonic_ns()
         counters, end_ns = self.counters, start_ns + action.duration_ns
         counters.computes += 1

@@ -145,6 +145,7 @@ class LiveRole:
             m.Write: self._write,
             m.ComputePrefill: self._compute,
             m.ComputeDecode: self._compute,
+            m.Compute: self._compute,
             m.LoadSequence: lambda a: self._gpu_device().load_sequence(a.request_id, a.tokens, a.pages),
             m.ForgetSequence: lambda action: self._gpu_device().forget(action.request_id),
             m.FetchBlock: lambda action: self._spawn(self._fetch(action)),
