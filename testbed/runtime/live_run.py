@@ -213,6 +213,7 @@ def _builder(
             context,
             cluster,
             listen=role.endpoints,
+            peers=role.exchanges_with,
             memory=memory,
             device=device,
             store=store,

@@ -74,7 +74,7 @@ async def stage(tmp_path: Path) -> Any:
     cluster = LiveCluster(
         layout=LAYOUT,
         address_book={name: (host, 7600 + k) for k, name in enumerate(names)},
-        endpoints={name: LoopbackEndpoint(name, address()) for name in names},
+        endpoints={end: LoopbackEndpoint(end, address()) for name in names for end in (name, f"{name}.cnic")},
     )
     it = Stage(tmp_path, cluster, [])
     yield it
@@ -225,6 +225,34 @@ class Disk:
         pass
 
 
+async def test_a_collective_between_roles_and_what_is_reported_of_it(stage: Stage) -> None:
+    tag = m.ExchangeTag(3, 0, False)
+    machines = [Script(me, on(m.Started, m.Exchange(tag, 9, ((peer, 5000),)))) for me, peer in ("ab", "ba")]
+    roles = [await stage.play(machine, peers={*"ab"} - {machine.role}) for machine in machines]
+    for role in roles:
+        role.start()
+    for machine, peer in zip(machines, "ba", strict=True):
+        assert await machine.next() == m.Started()
+        arrived = await machine.next()
+        assert isinstance(arrived, m.ShardArrived)
+        assert (arrived.sender, arrived.tag, arrived.tokens) == (peer, tag, 9)
+    reports = [role.quiesce()["exchange"] for role in roles]
+    assert all((r["shards_sent"], r["bytes_sent"], r["shards_arrived"], r["bytes_arrived"]) == (1, 5000, 1, 5000)
+               for r in reports)  # fmt: skip
+    await stage.roles.pop(0).close()
+    await asyncio.sleep(0)
+    assert not roles[1].failure.done(), "who has stopped may be left"
+
+
+async def test_a_role_dies_of_a_lost_collective(stage: Stage) -> None:
+    a, b = [await stage.play(Script(me), peers=[peer]) for me, peer in ("ab", "ba")]
+    for role in (a, b):
+        role.start()
+    await stage.roles.pop().close()
+    await asyncio.wait((a.failure,), timeout=5)
+    assert "the exchange with b failed" in str(a.failure.exception())
+
+
 async def test_disk_outcomes(stage: Stage) -> None:
     a = Script("a", on(m.Started, *(kind(k, k, 0) for k in (2, 3) for kind in (m.FetchBlock, m.StoreBlock))))
     (await stage.play(a, store=Disk())).start()
@@ -238,6 +266,7 @@ async def test_disk_outcomes(stage: Stage) -> None:
     [
         (m.ComputeDecode(1, 1, ()), "has no GPU"),
         (m.FetchBlock(1, 0, 0), "has no disk"),
+        (m.Exchange(m.ExchangeTag(0, 0, False), 1, ()), "no peers"),
         (m.Write(1, GrantRef("b", 1, 1, 1), "a", (0,), 1), "has no memory"),
         (m.Send("nobody", PrefillStarted("r")), "no role of the cluster"),
     ],

@@ -24,6 +24,7 @@ from testbed.errors import BugError, HostError, TestbedError
 from testbed.fabric.live.blockstore import DiskCounters
 from testbed.fabric.live.controlplane import Address, ControlPlane
 from testbed.fabric.live.dataplane import DataPlane
+from testbed.fabric.live.exchange import ExchangePlane
 from testbed.fabric.live.gpu import Compute, Device, Gpu
 from testbed.fabric.live.memory import Memory
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, Endpoint, SocketOptions
@@ -90,8 +91,9 @@ class LiveCluster:
 class LiveRole:
     """Runs ``machine``. Create it inside a running event loop; then ``open``, ``start``, ``quiesce``, ``close``.
 
-    ``listen`` names the own endpoints at which writes may land. ``observer`` is told every event with its actions
-    (the driver's progress). ``failure`` ends with the exception that the role died of.
+    ``listen`` names the own endpoints at which writes may land, ``peers`` the engines that it has collectives with.
+    ``observer`` is told every event with its actions (the driver's progress). ``failure`` ends with the exception that
+    the role died of.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class LiveRole:
         cluster: LiveCluster,
         *,
         listen: Sequence[str] = (),
+        peers: Sequence[str] = (),
         memory: Memory | None = None,
         device: Device | None = None,
         store: Store | None = None,
@@ -126,6 +129,12 @@ class LiveRole:
                 context.name, cluster.layout, memory, self._grants, cluster.endpoints, self.deliver,
                 options=cluster.sockets, log=self._warn,
             )  # fmt: skip
+        self._exchange: ExchangePlane | None = None
+        if peers:
+            self._exchange = ExchangePlane(
+                context.name, cluster.layout.fingerprint, peers, cluster.endpoints, self.deliver,
+                self._exchange_failed, options=cluster.sockets, log=self._warn,
+            )  # fmt: skip
         self._trace = TraceWriter(context.run_dir / "trace" / f"{context.name}.jsonl") if trace else None
         self._events: deque[m.Event] = deque()
         self._drain_due = False
@@ -146,6 +155,7 @@ class LiveRole:
             m.ComputePrefill: self._compute,
             m.ComputeDecode: self._compute,
             m.Compute: self._compute,
+            m.Exchange: self._post_shards,
             m.LoadSequence: lambda a: self._gpu_device().load_sequence(a.request_id, a.tokens, a.pages),
             m.ForgetSequence: lambda action: self._gpu_device().forget(action.request_id),
             m.FetchBlock: lambda action: self._spawn(self._fetch(action)),
@@ -168,11 +178,15 @@ class LiveRole:
             if self._data is None:
                 raise BugError(f"{self._context.name} listens at {name} but has no memory")
             self._data.listen(self._cluster.endpoints[name])
+        if self._exchange is not None:
+            self._exchange.listen()
 
     def start(self) -> None:
         """Every peer listens: let the machine begin."""
         self._running = True
         self._cpu_started_ns = cpu_time_ns()
+        if self._exchange is not None:
+            self._exchange.connect()  # now, so that no shard waits for it
         self.deliver(m.Started())
 
     def quiesce(self) -> dict[str, object]:
@@ -192,6 +206,8 @@ class LiveRole:
             task.cancel()
         if self._data is not None:
             self._data.close()
+        if self._exchange is not None:
+            self._exchange.close()
         await self._control.close()
         if self._store is not None:
             self._store.close()
@@ -222,6 +238,8 @@ class LiveRole:
                 "bytes_sent": self._data.bytes_sent,
                 "peak_outstanding": self._data.peak_outstanding,
             }
+        if self._exchange is not None:
+            report["exchange"] = asdict(self._exchange.counters)
         if isinstance(self._machine, m.Reporting):
             report["machine"] = self._machine.report()
         if self._store is not None:
@@ -278,6 +296,10 @@ class LiveRole:
     def _peer_lost(self, role: str, reason: str) -> None:
         self._warn(f"lost {role}: {reason}")
 
+    def _exchange_failed(self, error: TestbedError) -> None:
+        if self._running:
+            self._die(error)
+
     def _warn(self, text: str) -> None:
         if self._running:
             _log.info("%s: %s", self._context.name, text)  # the trace has it; stderr is for the one who failed
@@ -310,6 +332,11 @@ class LiveRole:
         if self._data is None:
             raise BugError(f"{self._context.name} posts a write but has no memory")
         self._data.post(action)
+
+    def _post_shards(self, action: m.Exchange) -> None:
+        if self._exchange is None:
+            raise BugError(f"{self._context.name} has a collective but no peers")
+        self._exchange.post(action)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -10,6 +10,7 @@ from typing import Protocol
 from testbed.errors import HostError
 
 DATA_PORT = 7471
+EXCHANGE_PORT = DATA_PORT + 1
 NO_MORE_YET = (BlockingIOError, InterruptedError)
 
 _TCP_USER_TIMEOUT = 18  # <linux/tcp.h>; socket.TCP_USER_TIMEOUT exists on Linux only
@@ -74,8 +75,8 @@ def connecting_socket(source: Endpoint, destination: Endpoint, options: SocketOp
     return sock
 
 
-def listening_socket(endpoint: Endpoint, options: SocketOptions) -> socket.socket:
-    """A non-blocking listening socket on ``endpoint``; accepted sockets inherit its options.
+def listening_socket(endpoint: Endpoint, options: SocketOptions, tos: int = 0) -> socket.socket:
+    """A non-blocking listening socket on ``endpoint``; accepted sockets inherit its options and its ``tos``.
 
     Raises:
         HostError: the address is in use or not there, or the device is missing.
@@ -84,6 +85,8 @@ def listening_socket(endpoint: Endpoint, options: SocketOptions) -> socket.socke
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restarted role listens again at once
         _configure(sock, endpoint, options)
+        if tos:
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
         sock.bind((endpoint.address, options.port))
         sock.listen(256)
     except OSError as error:

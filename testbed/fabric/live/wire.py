@@ -10,6 +10,10 @@ bandwidth either). Seals come last so that header, payload and seals of a write 
 by one system call, and so that payload lands while nothing has to be remembered but a grant.
 
 Where a write lands is not on the wire: the owner of the memory knows it from its grant. Nothing here is trusted.
+
+Shards of collectives have connections of their own, after the same hello, and nothing in the other direction::
+
+    head 68 bytes | payload | 8 bytes of seal over head and payload
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ import enum
 import struct
 from dataclasses import dataclass
 
+import xxhash
+
 from testbed.errors import BugError, PeerError
 from testbed.protocol.codec import VERSION
 from testbed.protocol.layout import BlockLayout
+from testbed.protocol.machine import ExchangeTag
+from testbed.protocol.shards import SHARD_HEAD_BYTES, SHARD_SEAL_BYTES
 
 SEAL_BYTES = 8
 ACK_MAX_BYTES = 58
@@ -30,6 +38,8 @@ _WRITE_MAGIC = b"DPWr"
 _HELLO = struct.Struct("<8sHHQ36s")
 _HEADER = struct.Struct("<4sIQQQ")
 _ACK = struct.Struct("<QBB")
+_SHARD_MAGIC = b"DPSh"
+_SHARD = struct.Struct(f"<4sIQQIIB{SHARD_HEAD_BYTES - 33}x")
 _ROLE_BYTES = 36
 
 HELLO_BYTES = _HELLO.size
@@ -157,3 +167,96 @@ class AckReader:
             at = end
         self._buffer = buffer[at:]
         return acks
+
+
+# --- collectives ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHead:
+    """What opens a shard: of which collective, the sender's tokens, payload bytes, when it was posted (monotonic)."""
+
+    tag: ExchangeTag
+    tokens: int
+    size_bytes: int
+    posted_ns: int
+
+
+def pack_shard(head: ShardHead) -> bytes:
+    """Wire form of a shard's head."""
+    tag = head.tag
+    return _SHARD.pack(
+        _SHARD_MAGIC, head.size_bytes, head.posted_ns, tag.round, tag.part, head.tokens, int(tag.combine)
+    )
+
+
+def seal_shard(head: bytes | bytearray, payload_digest: bytes) -> bytes:
+    """The seal of a shard: over its head and the xxh3 digest of its payload, which many shards may share."""
+    return xxhash.xxh3_64_digest(bytes(head) + payload_digest)
+
+
+class ShardReader:
+    """Cuts a stream into shards and checks their seals; holds a head, never a payload."""
+
+    __slots__ = ("_digest", "_head", "_left", "_max_bytes", "_seal", "_shard")
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._head = bytearray()
+        self._seal = bytearray()
+        self._shard: ShardHead | None = None  # whose payload or seal is due
+        self._left = 0  # of its payload
+        self._digest = xxhash.xxh3_64()
+
+    @property
+    def due_bytes(self) -> int:
+        """Bytes of the current shard still to come; 0 between shards and within a head."""
+        return 0 if self._shard is None else self._left + SHARD_SEAL_BYTES - len(self._seal)
+
+    def feed(self, data: memoryview) -> list[ShardHead]:
+        """Shards completed by ``data``.
+
+        Raises:
+            PeerError: the stream is out of step, a shard larger than any, or one that is not what was sent.
+        """
+        complete: list[ShardHead] = []
+        while data:
+            if self._shard is None:
+                data = _fill(self._head, SHARD_HEAD_BYTES, data)
+                if len(self._head) == SHARD_HEAD_BYTES:
+                    self._shard = self._unpack()
+                    self._left = self._shard.size_bytes
+            elif self._left:
+                part = data[: self._left]
+                self._digest.update(part)
+                self._left -= len(part)
+                data = data[len(part) :]
+            else:
+                data = _fill(self._seal, SHARD_SEAL_BYTES, data)
+                if len(self._seal) == SHARD_SEAL_BYTES:
+                    complete.append(self._check(self._shard))
+        return complete
+
+    def _unpack(self) -> ShardHead:
+        magic, size, posted_ns, of_round, part, tokens, combine = _SHARD.unpack(self._head)
+        if magic != _SHARD_MAGIC or combine > 1:
+            raise PeerError("no shard's head where one is due")
+        if size > self._max_bytes:
+            raise PeerError(f"a shard of {size} bytes, above the {self._max_bytes} set aside")
+        return ShardHead(ExchangeTag(of_round, part, bool(combine)), tokens, size, posted_ns)
+
+    def _check(self, shard: ShardHead) -> ShardHead:
+        if seal_shard(self._head, self._digest.digest()) != self._seal:
+            raise PeerError(f"a shard of {shard.size_bytes} bytes ({shard.tag}) is not the one that was sent")
+        self._head.clear()
+        self._seal.clear()
+        self._digest.reset()
+        self._shard = None
+        return shard
+
+
+def _fill(buffer: bytearray, size: int, data: memoryview) -> memoryview:
+    """Move what ``buffer`` lacks to ``size`` from ``data``. Result: the rest of it."""
+    lacking = size - len(buffer)
+    buffer += data[:lacking]
+    return data[lacking:]
