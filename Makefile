@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help scenario paper check test test-live nightly bench lint doctor clean
+.PHONY: help scenario paper check test test-live test-kernel nightly bench lint doctor clean
 
 help:
 	@echo 'make scenario [NAME=quickstart] [ARGS="--set key=value"]   run a scenario (see testbed list)'
 	@echo 'make doctor      check what this host lacks'
 	@echo 'make test        all tests; make test-live only those that build networks'
+	@echo 'make test-kernel   lanes and live tests under a stock Debian kernel in QEMU (no root, about a minute)'
 	@echo 'make lint        ruff and mypy --strict'
 	@echo 'make nightly     the tests that take minutes'
 	@echo 'make paper       the evaluation of the paper, simulated at its size: paper beside ours'
@@ -37,6 +38,9 @@ test: $(VENV)/dev.stamp
 test-live: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -m 'live and not nightly' tests
 
+test-kernel: $(VENV)/dev.stamp
+	@$(BIN)/python -m tests.kernel $(ARGS)
+
 nightly: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -m nightly tests
 
@@ -48,7 +52,7 @@ lint: $(VENV)/dev.stamp
 	@$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

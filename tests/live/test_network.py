@@ -71,6 +71,7 @@ def test_every_path_ends_in_memories_and_names_the_papers_steps() -> None:
 
 
 @pytest.mark.live
+@pytest.mark.stock_kernel
 @pytest.mark.parametrize(
     "spec",
     [

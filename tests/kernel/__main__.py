@@ -1,0 +1,53 @@
+"""``python -m tests.kernel [--limit SECONDS] [PYTEST ARGUMENTS]``: the tests marked stock_kernel in a QEMU guest.
+
+Exit code: pytest's; 2 if this host cannot run it (pytest's own 2, an interruption of its collection, becomes 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from testbed.errors import TestbedError
+from tests.kernel import guest, packages
+
+MARKER = "stock_kernel"
+LIMIT_S = 900.0
+CHECKOUT = Path(__file__).parents[2]
+
+
+def marked_files() -> list[str]:
+    """Test files that speak of the marker: importing all others would take the slow guest minutes."""
+    files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(CHECKOUT)) for path in files if MARKER in path.read_text()]
+
+
+def main() -> int:
+    """Fetch, boot, report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kernel", description=__doc__)
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="end the guest after this long")
+    options, pytest_arguments = parser.parse_known_args()
+    started = time.monotonic()
+    try:
+        root = packages.ensure(CHECKOUT / ".cache" / "kernel")
+        for folder in ("testbed", "emulators", "topologies", "scenarios", "tests"):
+            compileall.compile_dir(CHECKOUT / folder, quiet=2)  # sixteen times slower inside
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", MARKER]
+        command += [*marked_files(), *pytest_arguments]
+        environment = {"PYTHONPATH": str(CHECKOUT), "PATH": os.environ["PATH"]}
+        code = guest.run(root, CHECKOUT, command, environment, options.limit)
+    except TestbedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    print(f"stock kernel: pytest ended with {code}, {time.monotonic() - started:.0f} s in all")
+    return 1 if code == 2 else code
+
+
+sys.exit(main())
