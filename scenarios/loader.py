@@ -19,6 +19,8 @@ from testbed.runtime.plan import RunPlan
 from topologies.tomlinput import fill, leaf_type, nearest, parse_value, read_toml
 
 SUFFIX = ".toml"
+EXPERIMENTS = "experiments"
+"""Folder of the experiments, beside the scenarios."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +46,15 @@ def scenario_names() -> list[str]:
     return sorted(f.name.removesuffix(SUFFIX) for f in files if f.name.endswith(SUFFIX))
 
 
+def experiment_names() -> list[str]:
+    """Names of the experiments that ship (``testbed.experiment``)."""
+    files = (resources.files("scenarios") / EXPERIMENTS).iterdir()
+    return sorted(f.name.removesuffix(SUFFIX) for f in files if f.name.endswith(SUFFIX))
+
+
 def name_of(name_or_path: str) -> str:
     """What a scenario is called in the names of run folders."""
-    return Path(name_or_path).stem if _is_path(name_or_path) else name_or_path
+    return Path(name_or_path).stem if is_path(name_or_path) else name_or_path
 
 
 def read_scenario(name_or_path: str, overrides: Sequence[str] = ()) -> Scenario:
@@ -90,16 +98,19 @@ def load_scenario(
     )
 
 
-def _is_path(name_or_path: str) -> bool:
+def is_path(name_or_path: str) -> bool:
+    """Whether a scenario or an experiment is named by its file."""
     return name_or_path.endswith(SUFFIX) or "/" in name_or_path
 
 
 def _read(name_or_path: str) -> dict[str, Any]:
-    if _is_path(name_or_path):
+    if is_path(name_or_path):
         return read_toml(Path(name_or_path))
     names = scenario_names()
     if name_or_path not in names:
-        hint = nearest(name_or_path, names) or f"; choose one of {', '.join(names)}"
+        if name_or_path in experiment_names():
+            raise ConfigError(f"{name_or_path} is an experiment, many runs; only `testbed run` takes one.")
+        hint = nearest(name_or_path, [*names, *experiment_names()]) or f"; choose one of {', '.join(names)}"
         raise ConfigError(f"unknown scenario {name_or_path!r}{hint}.")
     with resources.as_file(resources.files("scenarios") / f"{name_or_path}{SUFFIX}") as path:
         return read_toml(path)

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from testbed.cli.blame import explained
+from testbed.errors import ConfigError
 
 BROKEN_PIPE = 141
 
@@ -71,12 +72,38 @@ def run(
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
-    world: Annotated[str, typer.Option(help="live: real bytes in the kernel; sim: sizes, in virtual time.")] = "live",
+    world: Annotated[
+        str,
+        typer.Option(
+            help="live: real bytes in the kernel; sim: sizes, in virtual time.",
+            show_default="live; an experiment: all of its own",
+        ),
+    ] = "",
+    resume: Annotated[Path | None, typer.Option(help="Folder of an experiment that was interrupted.")] = None,
 ) -> int:
-    """Run a scenario on the emulated cluster and judge it."""
+    """Run a scenario, or all variants of an experiment, on the emulated cluster and judge it."""
     from testbed.cli.run import RunRequest, world_named  # noqa: PLC0415
     from testbed.cli.run import run as run_scenario  # noqa: PLC0415
+    from testbed.experiment.file import is_experiment  # noqa: PLC0415
 
+    if is_experiment(scenario):
+        from testbed.cli.experiment import ExperimentRequest, run_experiment  # noqa: PLC0415
+
+        if systems:
+            raise ConfigError(f"experiment {scenario}: its variants say which systems run; leave out --systems.")
+        return run_experiment(
+            ExperimentRequest(
+                experiment=scenario,
+                world=world_named(world) if world else None,
+                seed=seed,
+                overrides=tuple(overrides or ()),
+                out=out,
+                quiet=quiet,
+                resume=resume,
+            )
+        )
+    if resume is not None:
+        raise ConfigError(f"--resume is for experiments, and {scenario} is none; leave it out.")
     names = tuple(name.strip() for name in systems.split(",") if name.strip())
     return run_scenario(
         RunRequest(
@@ -86,7 +113,7 @@ def run(
             overrides=tuple(overrides or ()),
             out=out,
             quiet=quiet,
-            world=world_named(world),
+            world=world_named(world or "live"),
         )
     )
 
@@ -131,8 +158,9 @@ def parity(
 @app.command(name="list")
 @_command
 def list_() -> int:
-    """Scenarios, topologies, systems and their options, and models that ship."""
-    from scenarios.loader import read_scenario, scenario_names  # noqa: PLC0415
+    """Scenarios, experiments, topologies, systems and their options, and models that ship."""
+    from scenarios.loader import experiment_names, read_scenario, scenario_names  # noqa: PLC0415
+    from testbed.experiment.file import read_experiment  # noqa: PLC0415
     from testbed.models.model import MODELS  # noqa: PLC0415
     from testbed.protocol.params import OPTIONS, SYSTEMS  # noqa: PLC0415
     from topologies.loader import load_topology, topology_names  # noqa: PLC0415
@@ -140,6 +168,7 @@ def list_() -> int:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for kind, rows in (
         ("scenario", [(name, read_scenario(name).title) for name in scenario_names()]),
+        ("experiment", [(name, read_experiment(name).question) for name in experiment_names()]),
         ("topology", [(name, load_topology(name).title) for name in topology_names()]),
         ("system", [(name, system.title) for name, system in SYSTEMS.items()]),
         ("option", [(f"-{name}", f"behind a system's name: {option.sentence}") for name, option in OPTIONS.items()]),

@@ -51,7 +51,7 @@ def sweep(request: SweepRequest) -> int:
         progress("resolving every point", 0.0)
         jobs = jobs_of(wanted, _resolved)
         try:
-            with _ended_like_ctrl_c():
+            with ended_like_ctrl_c():
                 outcome = run_sweep(
                     wanted, jobs, run_job, folder, workers=workers, resume=request.resume, progress=progress
                 )
@@ -66,7 +66,7 @@ def sweep(request: SweepRequest) -> int:
 
 
 @contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
+def ended_like_ctrl_c() -> Iterator[None]:
     """A sweep that is told to end, or whose terminal closes, ends its runs too: they are no part of its terminal."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

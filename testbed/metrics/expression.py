@@ -1,15 +1,17 @@
 """Expectations as text: arithmetic and comparisons over metrics, evaluated without ``eval``.
 
 ``ratio(basic.jct_s, dualpath.jct_s) >= 1.8`` names metrics by system and key; hyphens of a system's name are written
-as underscores. Allowed: numbers, names, ``+ - * /``, chained comparisons, ``and``/``or``/``not``, and the functions
-ratio, min, max, abs. Anything else is refused with the text that was not understood.
+as underscores. An experiment names a variant first (``mixed.basic.jct_s <= 1.05 * alone.basic.jct_s``).
+
+Allowed: numbers, names, ``+ - * /``, chained comparisons, ``and``/``or``/``not``, and the functions ratio, min, max,
+abs. Anything else is refused with the text that was not understood.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from testbed.errors import ConfigError
@@ -60,9 +62,57 @@ def check_expression(text: str) -> None:
     _check(_parse(text), text)
 
 
+def check_figure(text: str) -> None:
+    """Parse what is to give a number, compared with nothing.
+
+    Raises:
+        ConfigError: a comparison, or something that is not allowed.
+    """
+    tree = _parse(text)
+    if any(isinstance(node, ast.Compare) for node in ast.walk(tree)):
+        raise ConfigError(f"expression {text!r} is a comparison, but a number is wanted.")
+    _check_allowed(tree, text)
+
+
 def systems_named(text: str) -> set[str]:
-    """Systems that an expectation speaks of (names before the first dot)."""
-    return {node.id for node in ast.walk(_parse(text)) if isinstance(node, ast.Name) and node.id not in _FUNCTIONS}
+    """Systems (in an experiment: variants) that an expectation speaks of (names before the first dot)."""
+    return {name.partition(".")[0] for name in names_in(text)}
+
+
+def names_in(text: str) -> list[str]:
+    """The metrics that an expression names, each once, in order.
+
+    Raises:
+        ConfigError: it is no expression.
+    """
+    return list(dict.fromkeys(ast.unparse(node) for node in _names(_parse(text))))
+
+
+def with_first(text: str, placeholder: str, name: str) -> str:
+    """The expression with another name for ``placeholder`` wherever a metric starts with it."""
+    tree = _parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == placeholder:
+            node.id = name
+    return ast.unparse(tree)
+
+
+def with_numbers(text: str, metrics: Mapping[str, float]) -> str:
+    """The expression with four digits in the place of every metric that is there."""
+    return ast.unparse(_Numbers(metrics).visit(_parse(text)))
+
+
+def figure(text: str, metrics: Mapping[str, float]) -> float:
+    """The number that an expression gives; NaN where it divides by nothing.
+
+    Raises:
+        ConfigError: as ``check_figure``; UnknownMetricError for a name that is not there.
+    """
+    check_figure(text)
+    try:
+        return _value(_parse(text), metrics, text)
+    except ZeroDivisionError:
+        return float("nan")
 
 
 def evaluate(text: str, metrics: Mapping[str, float]) -> Evaluation:
@@ -95,6 +145,33 @@ def _parse(text: str) -> ast.expr:
 def _check(tree: ast.expr, text: str) -> None:
     if not any(isinstance(node, ast.Compare) for node in ast.walk(tree)):
         raise ConfigError(f"expectation {text!r} compares nothing; write for example basic.jct_s > dualpath.jct_s.")
+    _check_allowed(tree, text)
+
+
+class _Numbers(ast.NodeTransformer):
+    """Puts numbers where metrics are named."""
+
+    def __init__(self, metrics: Mapping[str, float]) -> None:
+        self._metrics = metrics
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Visit a node of any kind."""
+        if isinstance(node, ast.Attribute | ast.Name) and (name := ast.unparse(node)) in self._metrics:
+            return ast.Name(id=f"{self._metrics[name]:.4g}")
+        return super().generic_visit(node)
+
+
+def _names(tree: ast.AST) -> Iterator[ast.Attribute | ast.Name]:
+    """Whole dotted names, without those of functions."""
+    if isinstance(tree, ast.Attribute | ast.Name):
+        yield tree
+        return
+    inner = tree.args if isinstance(tree, ast.Call) else ast.iter_child_nodes(tree)
+    for node in inner:
+        yield from _names(node)
+
+
+def _check_allowed(tree: ast.expr, text: str) -> None:
     for node in ast.walk(tree):
         allowed = isinstance(
             node,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from testbed.metrics.expression import UnknownMetricError, evaluate, systems_named
 from testbed.metrics.ledger import LedgerEntry
@@ -162,7 +163,7 @@ def judge(claims: Iterable[Claim], metrics: Sequence[SystemMetrics]) -> list[Ver
         ConfigError: a claim that names a metric no system has.
     """
     flat = flatten(metrics)
-    ran = {_identifier(m.system) for m in metrics}
+    ran = {identifier(m.system) for m in metrics}
     verdicts = []
     for claim in claims:
         try:
@@ -187,12 +188,21 @@ def flatten(metrics: Sequence[SystemMetrics]) -> dict[str, float]:
     """``{"dual_path_rr.ttft_s.mean": 1.2}``: every number of every system under the name that expectations use."""
     flat: dict[str, float] = {}
     for system in metrics:
-        _flatten(_identifier(system.system), system, flat)
+        _flatten(identifier(system.system), system, flat)
     return flat
 
 
-def _identifier(system: str) -> str:
-    return system.replace("-", "_")
+def flatten_document(document: Mapping[str, Any]) -> dict[str, float]:
+    """The same of a ``metrics.json``, figures in the paper's units (``dualpath.paper.jct_s``) included."""
+    flat: dict[str, float] = {}
+    for system, values in document["systems"].items():
+        _flatten(identifier(system), values, flat)
+    return flat
+
+
+def identifier(name: str) -> str:
+    """A system's or a variant's name as expressions write it."""
+    return name.replace("-", "_")
 
 
 def _flatten(prefix: str, value: object, flat: dict[str, float]) -> None:

@@ -101,10 +101,15 @@ def _expanded(tables: SweepTables, where: str) -> list[Settings]:
 
 
 def _point(tables: Mapping[str, Any], where: str) -> Settings:
-    settings = dict(_flat(tables))
-    for key in settings:
+    settings = settings_of(tables)
+    for key, _ in settings:
         _check_key(key, where)
-    return tuple((key, _text(value)) for key, value in settings.items())
+    return settings
+
+
+def settings_of(tables: Mapping[str, Any]) -> Settings:
+    """Settings as a file holds them (keys quoted or tables nested), as ``--set`` takes them."""
+    return tuple((key, _text(value)) for key, value in _flat(tables))
 
 
 def _flat(tables: Mapping[str, Any], walked: str = "") -> Iterator[tuple[str, Any]]:

@@ -53,14 +53,17 @@ class Job:
 def finished(job: Job, folder: Path) -> Mapping[str, Any] | None:
     """The metrics.json of a job that is done, else None. ``folder``: that of the sweep."""
     for configuration in sorted((folder / job.run).glob("*/config.resolved.json")):
-        document = _json(configuration.with_name("metrics.json"))
-        if (
-            isinstance(document, dict)
-            and document.get("world") == job.world
-            and _json(configuration) == plain(job.resolved)
-        ):
+        if (document := metrics_of(configuration.parent, job.resolved, job.world)) is not None:
             return document
     return None
+
+
+def metrics_of(run: Path, resolved: Mapping[str, Any], world: World) -> Mapping[str, Any] | None:
+    """The metrics.json in a run folder if it is whole and of this configuration and world, else None."""
+    document = _json(run / "metrics.json")
+    if not isinstance(document, dict) or document.get("world") != world:
+        return None
+    return document if _json(run / "config.resolved.json") == plain(resolved) else None
 
 
 def clear(job: Job, folder: Path) -> Path:
@@ -69,7 +72,15 @@ def clear(job: Job, folder: Path) -> Path:
     Raises:
         HostError: the disk does not allow it.
     """
-    directory = folder / job.run
+    return emptied(folder / job.run)
+
+
+def emptied(directory: Path) -> Path:
+    """The directory, made anew.
+
+    Raises:
+        HostError: the disk does not allow it.
+    """
     try:
         if directory.exists():
             shutil.rmtree(directory)
@@ -90,7 +101,7 @@ def row_of(job: Job, folder: Path, ended: str = "") -> Row:
         systems=tuple(job.resolved["systems"]),
         run=job.run,
         document=document,
-        error="; ".join(failures) if document is not None else _reason(folder / job.run) or ended or "did not run",
+        error="; ".join(failures) if document is not None else reason_in(folder / job.run) or ended or "did not run",
     )
 
 
@@ -99,9 +110,9 @@ def plain(resolved: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(resolved))
 
 
-def _reason(directory: Path) -> str:
+def reason_in(directory: Path) -> str:
     """Why a run has no metrics: what its folder says, else the last that it printed."""
-    for path in (*sorted(directory.glob("*/failure.txt")), directory / OUTPUT):
+    for path in (*sorted(directory.glob("**/failure.txt")), directory / OUTPUT):
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
         said = [line.strip() for line in lines if line.strip()]
         if said:

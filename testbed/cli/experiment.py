@@ -1,0 +1,195 @@
+"""``testbed run EXPERIMENT``: every variant in every world, in a run folder of its own below one; then the verdict.
+
+Live variants run one after the other, sim variants as many at a time as there are CPUs; each in a process of its own.
+Invariant: nothing is made or started before the configuration of every variant has been checked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from scenarios.loader import LoadedScenario
+from testbed.cli.blame import INTERRUPTED
+from testbed.cli.progress import Report, reporting
+from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder
+from testbed.cli.sweep import ended_like_ctrl_c
+from testbed.errors import ConfigError
+from testbed.experiment import report
+from testbed.experiment.file import Experiment, Variant, read_experiment
+from testbed.experiment.judge import Outcome, RunEnd, judge
+from testbed.report import run_folder
+from testbed.runtime.plan import World
+from testbed.sweep.jobs import OUTPUT, emptied, metrics_of, reason_in
+from testbed.sweep.pool import Task, run_all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentRequest:
+    """The arguments of ``testbed run`` for an experiment. ``world`` None: all of its own. ``resume``: the folder of one
+    that was interrupted."""
+
+    experiment: str
+    world: World | None = None
+    seed: int | None = None
+    overrides: Sequence[str] = ()
+    out: Path = Path("runs")
+    quiet: bool = False
+    resume: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One run of one variant. ``folder``: relative to that of the experiment."""
+
+    variant: str
+    folder: str
+    request: RunRequest
+    loaded: LoadedScenario
+
+    @property
+    def resolved(self) -> Mapping[str, Any]:
+        """Its configuration, as its run folder holds it."""
+        return {**self.loaded.resolved, "world": self.request.world}
+
+
+def run_experiment(request: ExperimentRequest) -> int:
+    """Run an experiment; the exit code of docs/contract.md.
+
+    Raises:
+        TestbedError: the file, a variant or the host cannot be used; nothing has been started then.
+    """
+    experiment = read_experiment(request.experiment)
+    worlds = _worlds(experiment, request.world)
+    jobs = _jobs(experiment, worlds, request)
+    if "live" in worlds:
+        refuse_hidden(request.resume or request.out)
+    folder = _folder(experiment, request)
+    if not request.quiet:
+        Console(highlight=False).print(f"{experiment.title}\nFolder: {folder}", soft_wrap=True)
+    try:
+        with ended_like_ctrl_c(), reporting(Console(stderr=True), quiet=request.quiet) as progress:
+            ends = {world: _run_world(world, jobs[world], folder, progress) for world in worlds}
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"error: interrupted; `testbed run {request.experiment} --resume {folder}` does what is missing\n"
+        )
+        return INTERRUPTED
+    runs = [end for world in worlds for end in ends[world]]
+    outcome = judge(experiment, runs)
+    _leave(folder, outcome, runs)
+    if not request.quiet:
+        report.print_outcome(Console(highlight=False), outcome)
+        Console(highlight=False).print(f"Run folders, experiment.csv and plots: {folder}", soft_wrap=True)
+    elif outcome.exit_code:
+        sys.stderr.write("".join(f"{line}\n" for line in (*outcome.failures, *outcome.troubles, outcome.verdict)))
+    return outcome.exit_code
+
+
+def _worlds(experiment: Experiment, wanted: World | None) -> tuple[World, ...]:
+    if wanted is None:
+        return experiment.worlds
+    if wanted not in experiment.worlds:
+        raise ConfigError(f"experiment {experiment.name} does not run in the world {wanted!r}; leave out --world.")
+    return (wanted,)
+
+
+def _jobs(experiment: Experiment, worlds: Sequence[World], request: ExperimentRequest) -> dict[World, list[_Job]]:
+    """Everything that is to run, checked.
+
+    Raises:
+        ConfigError: a variant that cannot run, by its name.
+    """
+    jobs: dict[World, list[_Job]] = {}
+    for world in worlds:
+        repeats = getattr(experiment.repeat, world)
+        for variant in experiment.variants:
+            if world in variant.worlds:
+                first = _job(experiment, variant, world, request)
+                jobs.setdefault(world, []).append(first)
+                jobs[world] += [_repeated(first, number) for number in range(1, repeats)]
+    return jobs
+
+
+def _job(experiment: Experiment, variant: Variant, world: World, request: ExperimentRequest) -> _Job:
+    wanted = RunRequest(
+        scenario=experiment.scenario,
+        systems=variant.systems,
+        seed=request.seed,
+        overrides=(*(f"{key}={value}" for key, value in variant.settings), *request.overrides),
+        quiet=True,
+        world=world,
+    )
+    try:
+        loaded = prepare(wanted)
+    except ConfigError as error:
+        raise ConfigError(f"experiment {experiment.name}, variant {variant.name}: {error}") from None
+    return _Job(
+        variant=variant.name,
+        folder=f"{world}/{variant.name}",
+        request=wanted,
+        loaded=replace(loaded, scenario=replace(loaded.scenario, expect=())),  # of the base, not of the variant
+    )
+
+
+def _repeated(job: _Job, number: int) -> _Job:
+    """The job once more: live as it is, in sim with another timing of messages."""
+    plan, resolved = job.loaded.plan, job.loaded.resolved
+    if job.request.world == "sim":
+        draw = plan.sim.draw + number
+        plan = replace(plan, sim=replace(plan.sim, draw=draw))
+        resolved = {**resolved, "sim": {**resolved["sim"], "draw": draw}}
+    loaded = replace(job.loaded, plan=plan, resolved=resolved)
+    return replace(job, folder=f"{job.folder}-{number + 1}", loaded=loaded)
+
+
+def _folder(experiment: Experiment, request: ExperimentRequest) -> Path:
+    if request.resume is None:
+        return run_folder.create(request.out, experiment.name, datetime.now())
+    if not request.resume.is_dir() or not request.resume.resolve().name.partition("-")[2].partition("-")[2].startswith(
+        experiment.name
+    ):
+        raise ConfigError(f"--resume {request.resume}: is no folder of the experiment {experiment.name}.")
+    return request.resume.resolve()
+
+
+def _run_world(world: World, jobs: Sequence[_Job], folder: Path, progress: Report) -> list[RunEnd]:
+    """Run what has no metrics of its configuration yet; how everything ended."""
+    todo = [job for job in jobs if metrics_of(folder / job.folder, job.resolved, world) is None]
+    ended: dict[str, str] = {}
+    workers = 1 if world == "live" else os.cpu_count() or 1  # live runs would falsify each other
+
+    def told(job: _Job | None, how: str) -> None:
+        if job is not None:
+            ended[job.folder] = how
+        done = len(jobs) - len(todo) + len(ended)
+        latest = f", {job.variant} is done" if job is not None else ""
+        progress(f"{world}: {done} of {len(jobs)} runs{latest if done < len(jobs) else ''}", done / len(jobs))
+
+    def work(job: _Job) -> int:
+        return run_in_folder(folder / job.folder, job.loaded, job.request)
+
+    progress(f"{world}: {len(jobs) - len(todo)} of {len(jobs)} runs", 0.0)
+    run_all([Task(subject=job, output=emptied(folder / job.folder) / OUTPUT) for job in todo], work, workers, told)
+    ends = []
+    for job in jobs:
+        document = metrics_of(folder / job.folder, job.resolved, world)
+        error = "" if document else reason_in(folder / job.folder) or ended.get(job.folder, "") or "did not run"
+        ends.append(RunEnd(world=world, variant=job.variant, folder=job.folder, document=document, error=error))
+    return ends
+
+
+def _leave(folder: Path, outcome: Outcome, runs: Sequence[RunEnd]) -> None:
+    from testbed.experiment.plot import draw  # noqa: PLC0415 - matplotlib takes half a second
+
+    report.write(folder, outcome, runs)
+    for world in outcome.measured:
+        draw(outcome, (world,), folder / f"plot-{world}.png")
+    draw(outcome, tuple(outcome.measured), folder / "plot.svg")
