@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from emulators.agent_driver import AgentDriver, Script
 from emulators.central_scheduler import CentralScheduler
+from emulators.collectives import ExpertGroup
 from emulators.decode_engine import DecodeEngine
 from emulators.dram_buffer import DramBuffer
 from emulators.group_leader import GroupLeader
@@ -18,7 +19,7 @@ from testbed.ids import DRIVER, INDEX, SCHEDULER, cnic_dram_endpoint, cnic_hbm_e
 from testbed.protocol.batching import CostModel
 from testbed.protocol.machine import Machine
 from testbed.protocol.params import ProtocolParams, SystemConfig
-from testbed.protocol.plan import ClusterPlan
+from testbed.protocol.plan import ClusterPlan, GroupPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def describe_roles(
         for node in group.nodes:
             roles.append(_dram(node, plan, params))
         for engine in group.engines:
-            roles.append(_engine(engine, group.kind, plan, system, params, cost))
+            roles.append(_engine(engine, group, system, params, cost))
         roles.append(
             RoleDescription(
                 name=group.leader,
@@ -104,23 +105,36 @@ def _dram(node: str, plan: ClusterPlan, params: ProtocolParams) -> RoleDescripti
 
 
 def _engine(
-    engine: str, kind: NodeKind, plan: ClusterPlan, system: SystemConfig, params: ProtocolParams, cost: CostModel
+    engine: str, group: GroupPlan, system: SystemConfig, params: ProtocolParams, cost: CostModel
 ) -> RoleDescription:
-    leader = plan.leader_of(engine)
-    if kind is NodeKind.PE:
-        return RoleDescription(
-            name=engine,
-            host=engine,
-            make=lambda: PrefillEngine(engine, leader, system, params, cost),
-            memory_bytes=params.pe_hbm_pages * params.pe_page_bytes,
-            endpoints=(cnic_hbm_endpoint(engine),),
-            has_gpu=True,
-        )
+    machine, memory_bytes = (
+        (PrefillEngine, params.pe_hbm_pages * params.pe_page_bytes)
+        if group.kind is NodeKind.PE
+        else (DecodeEngine, params.de_hbm_pages * params.layout.full_block_bytes)
+    )
     return RoleDescription(
         name=engine,
         host=engine,
-        make=lambda: DecodeEngine(engine, leader, system, params, cost),
-        memory_bytes=params.de_hbm_pages * params.layout.full_block_bytes,
+        make=lambda: machine(engine, group.leader, system, params, cost, _expert_group(engine, group, params)),
+        memory_bytes=memory_bytes,
         endpoints=(cnic_hbm_endpoint(engine),),
         has_gpu=True,
+        exchanges_with=tuple(e for e in group.engines if e != engine) if params.collectives else (),
+    )
+
+
+def _expert_group(engine: str, group: GroupPlan, params: ProtocolParams) -> ExpertGroup | None:
+    """An engine's part in the collectives of its group: a forward's in layer steps, a decode step's over all layers."""
+    collectives = params.collectives
+    if collectives is None:
+        return None
+    prefill = group.kind is NodeKind.PE
+    return ExpertGroup(
+        engine,
+        group.engines,
+        collectives,
+        collectives.parts(params.steps if prefill else ((0, params.layout.layers),)),
+        params.wait_deadline_ns,
+        per_token_ns=collectives.prefill_expert_ns if prefill else 0.0,
+        per_round_ns=0.0 if prefill else collectives.decode_expert_ns,
     )

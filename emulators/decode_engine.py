@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from emulators.base import Record, RoleMachine, participants, unexpected
+from emulators.base import Record, participants, unexpected
+from emulators.collectives import EXPERTS_ID, ExpertGroup, GroupMember, Phase
 from testbed.errors import PeerError
 from testbed.ids import DRIVER, INDEX, cnic_hbm_endpoint
 from testbed.protocol import messages as m
@@ -23,6 +24,7 @@ from testbed.protocol.grants import GrantIssuer, Landing
 from testbed.protocol.layout import KeyChain
 from testbed.protocol.machine import (
     CloseGrant,
+    Compute,
     ComputeDecode,
     ComputeFinished,
     DeadlinePassed,
@@ -32,6 +34,7 @@ from testbed.protocol.machine import (
     LandingRefused,
     LoadSequence,
     OpenGrant,
+    ShardArrived,
     Started,
     Write,
     WriteCompleted,
@@ -92,14 +95,23 @@ class _Sequence(Record):
         return self.assignment.prompt_tokens + max(0, len(self.emitted) - 1)
 
 
-class DecodeEngine(RoleMachine[_Sequence]):
+class DecodeEngine(GroupMember[_Sequence]):
     """One DE (one GPU). Memory: ``de_hbm_pages`` pages of one Full Block."""
 
     table = TABLE  # type: ignore[assignment]
 
-    def __init__(self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel) -> None:
+    def __init__(
+        self,
+        engine: str,
+        leader: str,
+        system: SystemConfig,
+        params: ProtocolParams,
+        cost: CostModel,
+        group: ExpertGroup | None = None,
+    ) -> None:
         super().__init__(engine, params)
         self.leader = leader
+        self.group = group
         self.system = system
         self.cost = cost
         self.hbm = PagePool(capacity=params.de_hbm_pages, page_bytes=params.layout.full_block_bytes)
@@ -108,6 +120,8 @@ class DecodeEngine(RoleMachine[_Sequence]):
         self.active: dict[str, _Sequence] = {}  # in decode, in order of joining
         self.stepping: tuple[str, ...] = ()
         self.stepping_pages: tuple[int, ...] = ()
+        self.stepping_ns = 0  # duration of the whole step
+        self.stepped: dict[str, int] = {}  # its tokens, until its last part is over
         self.landing: dict[int, str] = {}  # open grant -> request
         self.copies: dict[int, tuple[str, int]] = {}  # write out -> (request, page it holds)
         self._next_id = 0
@@ -235,7 +249,8 @@ class DecodeEngine(RoleMachine[_Sequence]):
 
     def _step(self) -> None:
         """Start a decode step over all active sequences (continuous batching), if none runs."""
-        if self.stepping or not self.active:
+        if self.stepping or not self.active or (self.group is not None and not self.group.ready):
+            self.go_along()
             return
         batch = list(self.active.values())[: self.params.max_decode_batch]
         self.stepping = tuple(s.request_id for s in batch)
@@ -243,8 +258,46 @@ class DecodeEngine(RoleMachine[_Sequence]):
         # A step in flight reads these pages, whatever becomes of their requests meanwhile.
         self.stepping_pages = tuple(p for s in batch for p in s.pages)
         self.hbm.retain(self.stepping_pages)
-        duration_ns = self.cost.decode_step_time_ns([s.context_tokens + 1 for s in batch])
-        self.out.add(ComputeDecode(self._new_id(), duration_ns, items))
+        self.stepping_ns = self.cost.decode_step_time_ns([s.context_tokens + 1 for s in batch])
+        if self.group is not None:
+            self.group.begin()
+        self.out.add(ComputeDecode(self._new_id(), self._duration_ns(), items))
+
+    def _duration_ns(self) -> int:
+        """Time of a step; with collectives, of its next part without the experts."""
+        group = self.group
+        if group is None:
+            return self.stepping_ns
+        whole_ns = self.stepping_ns * group.current.layers // self.params.layout.layers
+        return group.local_ns(whole_ns, len(self.batch()))
+
+    def _compute_finished(self, event: ComputeFinished) -> None:
+        if self.group is None:
+            self._stepped(event.tokens)
+        elif event.compute_id == EXPERTS_ID:
+            self.experts_computed()
+        else:
+            self.stepped |= event.tokens
+            self.part_computed(len(self.batch()))
+
+    def has_batch(self) -> bool:
+        """A sequence is in decode."""
+        return bool(self.stepping or self.active)
+
+    def batch(self) -> list[_Sequence]:
+        """Sequences of the step that are still wanted."""
+        return [self.active[r] for r in self.stepping if r in self.active]
+
+    def part_over(self) -> None:
+        """Go on with the next part of the step, or with the next step."""
+        assert self.group is not None
+        if not self.stepping:
+            self._step()
+        elif self.group.phase is Phase.IDLE:
+            tokens, self.stepped = self.stepped, {}
+            self._stepped(tokens)
+        else:
+            self.out.add(Compute(self._new_id(), self._duration_ns() if self.batch() else 0))
 
     def _item(self, s: _Sequence) -> DecodeItem:
         """Every byte of KV is read again for the first and the last token of a sequence."""
@@ -352,12 +405,14 @@ class DecodeEngine(RoleMachine[_Sequence]):
                 if sequence is not None:
                     self.fail(sequence, "WrongBlockLanded", event.reason)
             case ComputeFinished():
-                self._stepped(event.tokens)
+                self._compute_finished(event)
             case WriteCompleted():
                 self._copied(event.write_id, "")
             case WriteFailed():
                 self._copied(event.write_id, event.reason)
-            case Started() | DeadlinePassed():  # a deadline of a request that has just ended
+            case ShardArrived() | DeadlinePassed():
+                self.on_collective(event)
+            case Started():
                 pass
             case _:
                 raise unexpected(self.role, event)

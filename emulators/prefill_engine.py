@@ -14,7 +14,8 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from emulators.base import Record, RoleMachine, participants, unexpected
+from emulators.base import Record, participants, unexpected
+from emulators.collectives import EXPERTS_ID, ExpertGroup, GroupMember, Phase
 from testbed.errors import PeerError
 from testbed.ids import DRIVER, cnic_hbm_endpoint
 from testbed.protocol import messages as m
@@ -22,6 +23,7 @@ from testbed.protocol.batching import Candidate, Chunk, CostModel, pack_forward
 from testbed.protocol.grants import GrantIssuer, GrantRef, Landing
 from testbed.protocol.machine import (
     CloseGrant,
+    Compute,
     ComputeFinished,
     ComputePrefill,
     DeadlinePassed,
@@ -30,6 +32,7 @@ from testbed.protocol.machine import (
     LandingRefused,
     OpenGrant,
     PrefillItem,
+    ShardArrived,
     Started,
     Write,
     WriteCompleted,
@@ -124,14 +127,23 @@ class _Forward:
     next_compute: int = 0
 
 
-class PrefillEngine(RoleMachine[_Prompt]):
+class PrefillEngine(GroupMember[_Prompt]):
     """One PE (one GPU). Memory: ``pe_hbm_pages`` pages of one block's share of a layer step."""
 
     table = TABLE  # type: ignore[assignment]
 
-    def __init__(self, engine: str, leader: str, system: SystemConfig, params: ProtocolParams, cost: CostModel) -> None:
+    def __init__(
+        self,
+        engine: str,
+        leader: str,
+        system: SystemConfig,
+        params: ProtocolParams,
+        cost: CostModel,
+        group: ExpertGroup | None = None,
+    ) -> None:
         super().__init__(engine, params)
         self.leader = leader
+        self.group = group
         self.system = system
         self.cost = cost
         self.hbm = PagePool(capacity=params.pe_hbm_pages, page_bytes=params.pe_page_bytes)
@@ -140,6 +152,7 @@ class PrefillEngine(RoleMachine[_Prompt]):
         self.forward: _Forward | None = None
         self.steps: list[_Step] = []  # steps that hold HBM, oldest first; may belong to two forwards
         self.computing: _Step | None = None
+        self.emitted: dict[str, int] = {}  # tokens of the step in work, until its last part is over
         self.loads: dict[int, tuple[_Step, _Share]] = {}  # open grant -> whose
         self.flushes: dict[int, tuple[_Step, _Share]] = {}  # write out -> whose
         self._next_id = 0
@@ -213,6 +226,7 @@ class PrefillEngine(RoleMachine[_Prompt]):
         self._start_loads()
         self._start_compute()
         self._post_flushes()
+        self.go_along()
 
     def _start_forward(self) -> None:
         if self.forward is not None or not self.runnable:
@@ -312,19 +326,34 @@ class PrefillEngine(RoleMachine[_Prompt]):
             step.stage = _Stage.LOADED
 
     def _start_compute(self) -> None:
-        forward = self.forward
-        if forward is None or self.computing is not None:
+        forward, group = self.forward, self.group
+        if forward is None or self.computing is not None or (group is not None and not group.ready):
             return
         step = next((s for s in self.steps if s.stage is _Stage.LOADED and s.index == forward.next_compute), None)
         if step is None:
             return
         step.stage = _Stage.COMPUTING
         self.computing = step
-        alive = [s for s in step.shares if s.prompt.request_id in self.records]
-        batch = [(s.chunk.cached_tokens, s.chunk.new_tokens) for s in alive]
-        duration_ns = self.cost.prefill_layer_time_ns(batch, step.end - step.begin) if batch else 0
-        items = tuple(self._item(share) for share in alive)
-        self.out.add(ComputePrefill(self._new_id(), duration_ns, step.begin, step.end, items))
+        if group is not None and group.phase is Phase.IDLE:
+            group.begin(self.cost.attention_layer_time_ns(self._batch_of(step)) * self.params.layout.layers)
+        items = tuple(self._item(share) for share in self._alive(step))
+        self.out.add(ComputePrefill(self._new_id(), self._duration_ns(step), step.begin, step.end, items))
+
+    def _alive(self, step: _Step) -> list[_Share]:
+        return [share for share in step.shares if share.prompt.request_id in self.records]
+
+    def _batch_of(self, step: _Step) -> list[tuple[int, int]]:
+        return [(share.chunk.cached_tokens, share.chunk.new_tokens) for share in self._alive(step)]
+
+    def _duration_ns(self, step: _Step) -> int:
+        """Time of a step; with collectives, of its next part without the experts."""
+        batch, group = self._batch_of(step), self.group
+        if not batch:
+            return 0
+        if group is None:
+            return self.cost.prefill_layer_time_ns(batch, step.end - step.begin)
+        whole_ns = self.cost.prefill_layer_time_ns(batch, group.current.layers)
+        return group.local_ns(whole_ns, sum(new for _, new in batch))
 
     def _item(self, share: _Share) -> PrefillItem:
         a, chunk = share.prompt.assignment, share.chunk
@@ -338,6 +367,36 @@ class PrefillEngine(RoleMachine[_Prompt]):
             end,
             end == a.prompt_tokens,
         )
+
+    def _compute_finished(self, event: ComputeFinished) -> None:
+        if self.group is None:
+            self._computed(event.tokens)
+        elif event.compute_id == EXPERTS_ID:
+            self.experts_computed()
+        else:
+            assert self.computing is not None
+            self.emitted |= event.tokens
+            self.part_computed(sum(new for _, new in self._batch_of(self.computing)))
+
+    def has_batch(self) -> bool:
+        """A forward is packed."""
+        return self.forward is not None
+
+    def batch(self) -> list[_Prompt]:
+        """Prompts of the forward that are still wanted."""
+        items = self.forward.items if self.forward is not None else []
+        return [prompt for prompt, _, _ in items if prompt.request_id in self.records]
+
+    def part_over(self) -> None:
+        """Go on with the next part of the step, or with the next step."""
+        assert self.group is not None
+        if self.computing is None:
+            self._advance()
+        elif self.group.past.ends_step:
+            tokens, self.emitted = self.emitted, {}
+            self._computed(tokens)
+        else:
+            self.out.add(Compute(self._new_id(), self._duration_ns(self.computing)))
 
     def _computed(self, tokens: dict[str, int]) -> None:
         step, forward = self.computing, self.forward
@@ -427,12 +486,14 @@ class PrefillEngine(RoleMachine[_Prompt]):
                 if entry is not None and entry[1].prompt.request_id in self.records:
                     self.fail(entry[1].prompt, "WrongBlockLanded", event.reason)
             case ComputeFinished():
-                self._computed(event.tokens)
+                self._compute_finished(event)
             case WriteCompleted():
                 self._write_ended(event.write_id, "")
             case WriteFailed():
                 self._write_ended(event.write_id, event.reason)
-            case Started() | DeadlinePassed():  # a deadline of a request that has just ended
+            case ShardArrived() | DeadlinePassed():
+                self.on_collective(event)
+            case Started():
                 pass
             case _:
                 raise unexpected(self.role, event)

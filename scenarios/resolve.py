@@ -14,13 +14,14 @@ from scenarios.schema import GpuSection, ProtocolSection, Scenario, WorkloadSect
 from testbed.errors import ConfigError
 from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
 from testbed.fabric.spec import ClusterSpec, LaneDiscipline
-from testbed.models.compute import GpuSpec, gpu_for
+from testbed.models.compute import ComputeModel, GpuSpec, gpu_for
 from testbed.models.hardware import Hardware, alpha_tokens, beta_tokens, kv_dram_bytes_per_node, kv_hbm_bytes_per_gpu
 from testbed.models.model import MODELS, ModelSpec, model_named
 from testbed.models.scale import FittedScale, Scale
+from testbed.protocol.collectives import Collectives
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.params import SYSTEMS, ProtocolParams, SystemConfig, system_named
-from testbed.protocol.plan import plan_cluster
+from testbed.protocol.plan import ClusterPlan, plan_cluster
 from testbed.runtime.plan import RunPlan
 from testbed.units import NS_PER_S
 from testbed.workload.agents import Workload, make_agents, offline_starts_ns, poisson_starts_ns, source_trajectories
@@ -141,12 +142,14 @@ def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
     )
     scenario = _with_agents(scenario)
     scripts = _scripts(scenario, scale)
+    roles = plan_cluster(cluster)
+    params = _params(scenario.protocol, layout, scale, gpu, shape.hardware)
     plan = RunPlan(
         scenario=name,
         seed=scenario.seed,
         cluster=cluster,
-        roles=plan_cluster(cluster),
-        params=_params(scenario.protocol, layout, scale, gpu, shape.hardware),
+        roles=roles,
+        params=replace(params, collectives=_collectives(scenario, scale, cost, cluster, roles)),
         systems=systems_of(scenario.systems),
         cost=cost,
         scale=scale,
@@ -194,6 +197,33 @@ def _params(
         storage_pages=p.storage_pages,
         queue_limit=p.queue_limit,
     )
+
+
+def _collectives(
+    scenario: Scenario, scale: FittedScale, cost: ComputeModel, cluster: ClusterSpec, roles: ClusterPlan
+) -> Collectives | None:
+    """The exchanges of the groups, if the scenario has any.
+
+    Raises:
+        ConfigError: a model without experts, or groups that have nobody to exchange with.
+    """
+    section = scenario.collectives
+    if section.transport == "off":
+        return None
+    layers = section.layers or scenario.protocol.layer_group
+    collectives = scale.collectives(cost, section.transport, layers, cluster.cnic_rate_bps)
+    for group in roles.groups:
+        if len(group.engines) < 2:
+            raise ConfigError(
+                f"collectives: group {group.name} is {group.engines[0]} alone, which has nobody to exchange with; "
+                "raise cluster.gpus_per_node (or lower scale.gpus)."
+            )
+    if section.transport == "rails" and all(len(group.nodes) < 2 for group in roles.groups):
+        raise ConfigError(
+            "collectives: with rails, engines exchange over the CNIC with other nodes of their group only, and every "
+            'group here is one node; set collectives.transport = "rdma" or raise cluster.prefill_nodes.'
+        )
+    return collectives
 
 
 def _with_agents(scenario: Scenario) -> Scenario:

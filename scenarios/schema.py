@@ -97,6 +97,18 @@ class ProtocolSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivesSection:
+    """Expert-parallel dispatch and combine among the engines of a group (docs/collectives.md); off by default.
+
+    ``transport``: "rdma" (every pair of engines over the CNIC) or "rails" (one copy of a token per remote node).
+    ``layers``: whose exchanges travel as one; 0: protocol.layer_group.
+    """
+
+    transport: Literal["off", "rdma", "rails"] = "off"
+    layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSection:
     """Departures from the Hopper of ``testbed.models.compute``; the first line of a run names each of them.
 
@@ -140,6 +152,7 @@ class Scenario:
     seed: int = 0
     cluster: ClusterSection = field(default_factory=ClusterSection)
     protocol: ProtocolSection = field(default_factory=ProtocolSection)
+    collectives: CollectivesSection = field(default_factory=CollectivesSection)
     gpu: GpuSection = field(default_factory=GpuSection)
     trust: TrustLimits = field(default_factory=TrustLimits)
     sim: SimParams = field(default_factory=SimParams)

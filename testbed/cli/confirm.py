@@ -124,7 +124,7 @@ def _measure(one: _Simulation) -> dict[str, object]:
         carried = {kind.value: 0 for kind in Resource}
         for name, counter in world.counters.items():
             if (found := kind_of(name)) is not None:
-                carried[found.value] += counter.bytes
+                carried[found.value] += counter.data.bytes
         samples.append((world.now_ns, carried))
 
     world.run(lambda: driver.finished, sample)

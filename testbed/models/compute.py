@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from testbed.errors import ConfigError
 from testbed.models.model import ModelSpec
-from testbed.units import seconds_to_ns
+from testbed.units import NS_PER_S, seconds_to_ns
 
 COMPUTE_QUOTA_S = 0.3
 """The paper's compute quota (section 6.2): predicted attention time of a forward, 300 ms."""
@@ -164,6 +164,19 @@ class ComputeModel:
             self.gpu.decode_per_sequence_s * len(context_tokens) + self.gpu.decode_per_context_token_s * contexts
         )
         return self._to_ns(step_s * self.length_scale)
+
+    def prefill_expert_ns(self) -> float:
+        """Part of a forward that is the routed experts', per emulated token and layer with experts."""
+        flops = self.model.linear_flops_per_token * self.model.expert_share * self.length_scale
+        return self._per_expert_layer_ns(flops * self._requests_per_gpu / self.gpu.effective_flops)
+
+    def decode_expert_ns(self) -> float:
+        """Part of a decode step that is the routed experts', per layer with experts: they are bound by reading their
+        weights, so it is a share of the base, however many sequences there are."""
+        return self._per_expert_layer_ns(self.gpu.decode_base_s * self.model.expert_share * self.length_scale)
+
+    def _per_expert_layer_ns(self, paper_s: float) -> float:
+        return paper_s * float(self.time_scale) * NS_PER_S / self.model.expert_layers
 
     def quota_ns(self, quota_s: float = COMPUTE_QUOTA_S) -> int:
         """The compute quota in emulated time, to compare with ``attention_layer_time_ns``.

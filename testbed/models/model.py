@@ -43,6 +43,26 @@ class ModelSpec:
     indexer_dim: int
     prefill_nodes: int  # the paper's default P of this model's experiments (A.2)
     decode_nodes: int  # the paper's default D
+    hidden_dim: int = 0
+    routed_experts: int = 0  # 0: no experts
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    dense_layers: int = 0  # the first layers have no experts
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.routed_experts else 0
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the linear FLOPs that is the routed experts'; the shared ones are computed where the token is."""
+        weights = self.expert_layers * self.experts_per_token * 3 * self.hidden_dim * self.expert_dim
+        return 2 * weights / self.linear_flops_per_token
+
+    def exchange_bytes(self, *, combine: bool) -> int:
+        """Bytes of one token's copies for all its experts in one layer: FP8 there (dispatch), BF16 back (combine)."""
+        return self.hidden_dim * self.experts_per_token * (2 if combine else 1)
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
@@ -123,6 +143,11 @@ DS_660B = ModelSpec(
     indexer_dim=128,
     prefill_nodes=2,
     decode_nodes=4,
+    hidden_dim=7168,
+    routed_experts=256,
+    experts_per_token=8,
+    expert_dim=2048,
+    dense_layers=3,
 )
 """DeepSeek-V3.2, served 2P4D in the paper."""
 
@@ -146,6 +171,11 @@ DS_27B = ModelSpec(
     indexer_dim=64,
     prefill_nodes=1,
     decode_nodes=1,
+    hidden_dim=2560,
+    routed_experts=72,
+    experts_per_token=6,
+    expert_dim=1536,
+    dense_layers=1,
 )
 """DeepSeek's internal 27B model, served 1P1D in the paper. Three fields are assumptions, marked in the source."""
 

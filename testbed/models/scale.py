@@ -26,6 +26,7 @@ from testbed.errors import ConfigError
 from testbed.models.compute import ComputeModel, GpuSpec
 from testbed.models.hardware import Hardware
 from testbed.models.model import ModelSpec
+from testbed.protocol.collectives import Collectives, Transport
 from testbed.units import NS_PER_S
 
 WORD_BYTES = 4
@@ -194,6 +195,31 @@ class FittedScale:
             agents_scale=self.agents_scale,
             gpus_scale=self.gpus_scale,
             time_scale=self.time_scale,
+        )
+
+    def collectives(self, cost: ComputeModel, transport: Transport, layers: int, cnic_rate_bps: int) -> Collectives:
+        """Expert-parallel exchanges in emulated units: a token's bytes shrink as its KV does.
+
+        Raises:
+            ConfigError: a model without experts, or parts without layers.
+        """
+        model = self.model
+        if not model.routed_experts:
+            raise ConfigError(
+                f"collectives: {model.title} has no experts, so its engines exchange nothing; "
+                'set collectives.transport = "off" or choose a DeepSeek model.'
+            )
+        per_token = float(self.length_scale * self.agents_scale / self.byte_scale)
+        return Collectives(
+            transport=transport,
+            layers=layers,
+            dense_layers=model.dense_layers,
+            top_k=model.experts_per_token,
+            dispatch_bytes=model.exchange_bytes(combine=False) * per_token,
+            combine_bytes=model.exchange_bytes(combine=True) * per_token,
+            prefill_expert_ns=cost.prefill_expert_ns(),
+            decode_expert_ns=cost.decode_expert_ns(),
+            cnic_rate_bps=cnic_rate_bps,
         )
 
     def emulated_hardware(self, hardware: Hardware) -> Hardware:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from testbed.errors import ConfigError
+from testbed.protocol.collectives import Collectives
 from testbed.protocol.layout import BlockLayout
 
 
@@ -58,6 +59,8 @@ class ProtocolParams:
     """Full Blocks of staging memory in a storage server, for reads and for writes each."""
     queue_limit: int = 65_536
     """Requests or blocks that any queue may hold; beyond, the newcomer is refused by name."""
+    collectives: Collectives | None = None
+    """Expert-parallel exchanges among the engines of a group; None: engines do not meet."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that no machine can work with."""

@@ -125,6 +125,7 @@ class LocalWorld:
         self.now_ns = 0
         self.counts: Counter[str] = Counter()
         self.bytes_via: Counter[tuple[str, str]] = Counter()
+        self.bytes_exchanged: Counter[tuple[str, str]] = Counter()
         self.refusals: list[str] = []
         self._hook = hook
         self._watch = watch
@@ -225,6 +226,15 @@ class LocalWorld:
                 tokens = run(action)  # type: ignore[operator]
                 role.gpu_free_ns = max(role.gpu_free_ns, self.now_ns) + action.duration_ns
                 self._at(role.gpu_free_ns, name, mc.ComputeFinished(action.compute_id, tokens))
+            case mc.Compute():
+                role.gpu_free_ns = max(role.gpu_free_ns, self.now_ns) + action.duration_ns
+                self._at(role.gpu_free_ns, name, mc.ComputeFinished(action.compute_id, {}))
+            case mc.Exchange():
+                for peer, size in action.shards:
+                    self.bytes_exchanged[name, peer] += size
+                    delay_ns = self._rng.randrange(10_000, 400_000)
+                    shard = mc.ShardArrived(name, action.tag, action.tokens, delay_ns)
+                    self._at(self.now_ns + delay_ns, peer, shard)
             case mc.LoadSequence():
                 assert role.device is not None
                 role.device.load_sequence(action.request_id, action.tokens, action.pages)

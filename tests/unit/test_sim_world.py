@@ -143,7 +143,7 @@ def test_a_write_lands_after_its_bytes_and_is_acknowledged_a_message_later() -> 
     assert node.heard[1:] == [(landed_ns, m.WriteLanded(7))]
     assert server.heard[1:] == [(landed_ns + PARAMS.message_latency_ns, m.WriteCompleted(1))]
     assert world.roles["pe0"].memory.holds((0,), (5,), 0, TINY.layers)
-    carried = {name: counter.bytes for name, counter in world.counters.items() if counter.bytes}
+    carried = {name: counter.data.bytes for name, counter in world.counters.items() if counter.data.bytes}
     assert carried == dict.fromkeys(("st0.snic.tx", "pe0.snic.rx", "pe0.dram"), wire_size)
     assert world.network.carried_bytes("pe0.snic.rx", world.now_ns) == wire_size
 

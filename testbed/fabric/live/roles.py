@@ -240,8 +240,8 @@ class LiveRole:
             }
         if self._exchange is not None:
             report["exchange"] = asdict(self._exchange.counters)
-        if isinstance(self._machine, m.Reporting):
-            report["machine"] = self._machine.report()
+        if isinstance(self._machine, m.Reporting) and (figures := self._machine.report()):
+            report["machine"] = figures
         if self._store is not None:
             report["disk"] = asdict(self._store.counters)
         return report

@@ -43,6 +43,8 @@ class SimParams:
     draw: int = 0
     """Which of the possible timings of messages: a run of the live world is one of them, and no draw is the right one.
     ``testbed parity`` looks at several."""
+    shard_latency_s: float = 0.0002
+    """Behind the network time of a shard of a collective: an event loop that wakes to read it. Not in its latency."""
     disk_latency_s: float = 0.0007
     """Before a disk's first byte: a hop to a thread, a direct read or a synced write, and the hop back."""
     disk_rate_bps: int = 0
@@ -60,7 +62,7 @@ class SimParams:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a latency or a rate that no transport has."""
-        for key in ("message_latency_s", "disk_latency_s"):
+        for key in ("message_latency_s", "shard_latency_s", "disk_latency_s"):
             value = getattr(self, key)
             if not 1e-6 <= value <= _LONGEST_S:
                 raise ConfigError(f"sim.{key} is {value:g}, but it must be between 0.000001 and {_LONGEST_S:g} s.")
@@ -83,6 +85,11 @@ class SimParams:
     def message_jitter_ns(self) -> int:
         """Half the width of its spread."""
         return round(self.message_jitter_s * NS_PER_S)
+
+    @property
+    def shard_latency_ns(self) -> int:
+        """What a receiver adds to a shard."""
+        return round(self.shard_latency_s * NS_PER_S)
 
     @property
     def disk_latency_ns(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+from testbed.fabric.sim.disciplines import Lane
 from testbed.fabric.sim.gpu import SimGpu
 from testbed.fabric.sim.memory import TaggedMemory, Tags
 from testbed.protocol import machine as m
@@ -20,17 +21,29 @@ class Flow:
 
 
 @dataclass(slots=True)
-class SimCounter:
-    """What has crossed a link, in one direction: with all headers, and without those of TCP and below."""
+class LaneCounter:
+    """Bytes with all headers, and without those of TCP and below."""
 
     bytes: int = 0
     payload_bytes: int = 0
+
+
+@dataclass(slots=True)
+class SimCounter:
+    """What has crossed a link, in one direction; ``data`` is everything: there are no acknowledgements apart."""
+
+    data: LaneCounter = field(default_factory=LaneCounter)
+    high: LaneCounter = field(default_factory=LaneCounter)
+    """Of it, model traffic."""
     drops: int = 0
 
-    @property
-    def data(self) -> SimCounter:
-        """Everything: there are no acknowledgements apart."""
-        return self
+    def add(self, wire: int, payload: int, lane: Lane) -> None:
+        """A transfer has crossed."""
+        self.data.bytes += wire
+        self.data.payload_bytes += payload
+        if lane is Lane.HIGH:
+            self.high.bytes += wire
+            self.high.payload_bytes += payload
 
 
 class SimRole:
@@ -76,8 +89,8 @@ class SimRole:
         }
         if self.gpu is not None:
             report["compute"] = asdict(self.gpu.use)
-        if isinstance(self.machine, m.Reporting):
-            report["machine"] = self.machine.report()
+        if isinstance(self.machine, m.Reporting) and (figures := self.machine.report()):
+            report["machine"] = figures
         if self.disk is not None:
             report["disk"] = {"blocks_fetched": self.blocks_fetched, "blocks_stored": self.blocks_stored}
         return report

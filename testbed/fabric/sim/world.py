@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from testbed.errors import BugError, PeerError, RunFailedError
@@ -25,8 +26,10 @@ from testbed.fabric.sim.memory import Tags
 from testbed.fabric.sim.params import SimParams, payload_bytes, wire_bytes
 from testbed.fabric.sim.role import Flow, SimCounter, SimRole
 from testbed.fabric.spec import ClusterSpec
+from testbed.ids import cnic_hbm_endpoint
 from testbed.protocol import machine as m
 from testbed.protocol.layout import MASK64, BlockLayout
+from testbed.protocol.shards import shard_wire_bytes
 from testbed.units import NS_PER_S
 
 _SAMPLE_NS = NS_PER_S // 4
@@ -123,6 +126,7 @@ class SimWorld:
         self._sequence = 0
         self._paths: dict[tuple[str, str], tuple[tuple[str, ...], tuple[SimCounter, ...]]] = {}
         self._message_ns = params.message_latency_ns
+        self._shard_ns = params.shard_latency_ns
         self._earliest_ns = params.message_latency_ns - params.message_jitter_ns
         self._spread_ns = 2 * params.message_jitter_ns + 1
         self._random = _mixed(params.draw)
@@ -133,6 +137,8 @@ class SimWorld:
             m.Write: self._write,
             m.ComputePrefill: lambda role, a: self._compute(role, a, _gpu(role).prefill(a)),
             m.ComputeDecode: lambda role, a: self._compute(role, a, _gpu(role).decode(a)),
+            m.Compute: lambda role, a: self._compute(role, a, {}),
+            m.Exchange: self._exchange,
             m.LoadSequence: lambda role, a: _gpu(role).load_sequence(a.request_id, a.tokens, a.pages),
             m.ForgetSequence: lambda role, a: _gpu(role).forget(a.request_id),
             m.FetchBlock: self._disk,
@@ -243,7 +249,9 @@ class SimWorld:
             role.armed[key] = at_ns
             self._at(at_ns, Priority.DEADLINE, role, key)
 
-    def _compute(self, role: SimRole, action: m.ComputePrefill | m.ComputeDecode, tokens: dict[str, int]) -> None:
+    def _compute(
+        self, role: SimRole, action: m.ComputePrefill | m.ComputeDecode | m.Compute, tokens: dict[str, int]
+    ) -> None:
         end_ns = _gpu(role).finish_ns(self.now_ns, action.duration_ns)
         self._at(end_ns, Priority.ENDED, role, m.ComputeFinished(action.compute_id, tokens))
 
@@ -253,23 +261,29 @@ class SimWorld:
         size = len(action.pieces) * action.piece_bytes
         if size != action.ref.size_bytes or not size:
             raise BugError(f"write {action.write_id} gathers {size} bytes for a grant of {action.ref.size_bytes}")
-        route = (action.via, action.ref.endpoint)
+        payload = payload_bytes(size, size // self.layout.layer_block_bytes)
+
+        def end() -> None:
+            role.bytes_sent += payload
+            self._land(role, self._owner[action.ref.endpoint], action)
+
+        self._transfer((action.via, action.ref.endpoint), payload, Lane.KV, end)
+
+    def _transfer(self, route: tuple[str, str], payload: int, lane: Lane, then: Callable[[], None]) -> None:
+        """``payload`` bytes between two endpoints, counted where they crossed when all have."""
         if route not in self._paths:
             path = self.resources.path(*route)
             limited = tuple(name for name in dict.fromkeys(path) if name in self.resources.rates_bps)
             self._paths[route] = (limited, tuple(self.counters[name] for name in path))
         limited, counters = self._paths[route]
-        payload = payload_bytes(size, size // self.layout.layer_block_bytes)
         wire = wire_bytes(payload)
 
         def end() -> None:
             for counter in counters:
-                counter.payload_bytes += payload
-                counter.bytes += wire
-            role.bytes_sent += payload
-            self._land(role, self._owner[action.ref.endpoint], action)
+                counter.add(wire, payload, lane)
+            then()
 
-        self.network.start(self.now_ns, wire, limited, Lane.KV, Flow(end))
+        self.network.start(self.now_ns, wire, limited, lane, Flow(end))
 
     def _land(self, source: SimRole, target: SimRole, action: m.Write) -> None:
         """What the destination does: judge the grant, identify what came, tell both ends."""
@@ -293,6 +307,21 @@ class SimWorld:
         target.writes_landed += 1
         self._at(self.now_ns, Priority.ENDED, target, m.WriteLanded(ref.grant_id))
         self._at(later_ns, Priority.ENDED, source, m.WriteCompleted(action.write_id))
+
+    # --- collectives ---------------------------------------------------------------------------------------------
+
+    def _exchange(self, role: SimRole, action: m.Exchange) -> None:
+        """Every shard is a flow of its own in the high lane, and is told to its receiver when all of it is there."""
+        source, posted_ns = cnic_hbm_endpoint(role.name), self.now_ns
+
+        def arrived(peer: SimRole) -> None:
+            shard = m.ShardArrived(role.name, action.tag, action.tokens, self.now_ns - posted_ns)
+            self._at(self.now_ns + self._shard_ns, Priority.ENDED, peer, shard)
+
+        for name, size in action.shards:
+            peer, payload = self._owner[cnic_hbm_endpoint(name)], shard_wire_bytes(size)
+            role.bytes_sent += payload
+            self._transfer((source, cnic_hbm_endpoint(name)), payload, Lane.HIGH, partial(arrived, peer))
 
     # --- disks ---------------------------------------------------------------------------------------------------
 
