@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.tree import Tree
 
@@ -18,8 +18,10 @@ DEFAULT_SCENARIO = "quickstart"
 """Whose scale a bare topology is built at."""
 
 
-def spec_named(name: str, overrides: Sequence[str] = ()) -> ClusterSpec:
+def spec_named(name: str, overrides: Sequence[str] = (), lanes_for: Callable[[str], str] | None = None) -> ClusterSpec:
     """The cluster of a scenario, or of a topology at the scale of the default scenario.
+
+    ``lanes_for``: maps the scenario's lanes to those that the cluster gets.
 
     Raises:
         ConfigError: neither (with the nearest name), or a cluster that cannot be built.
@@ -31,6 +33,9 @@ def spec_named(name: str, overrides: Sequence[str] = ()) -> ClusterSpec:
     else:
         known = [*topology_names(), *scenario_names()]
         raise ConfigError(f"unknown topology or scenario {name!r}{nearest(name, known)}; see `testbed list`.")
+    if lanes_for is not None:
+        lanes = lanes_for(scenario.cluster.lanes)
+        return spec_named(name, (*overrides, f"cluster.lanes={lanes}"))
     return cluster_of(scenario, scale_of(scenario, model_of(scenario)))
 
 

@@ -264,11 +264,12 @@ def shell(
 ) -> int:
     """Mininet's command line on the running emulated cluster (nodes, net, pingall, pe0 ip -s link, ...)."""
     from testbed.cli.cluster import spec_named  # noqa: PLC0415
+    from testbed.fabric.live.lane_offers import settled  # noqa: PLC0415
     from testbed.fabric.live.limits import check_buildable  # noqa: PLC0415
     from testbed.fabric.live.mininet_face import interactive  # noqa: PLC0415
     from testbed.fabric.live.sandbox import run_in_sandbox  # noqa: PLC0415
 
-    spec = spec_named(topology, tuple(overrides or ()))
+    spec = spec_named(topology, tuple(overrides or ()), settled)
     check_buildable(spec)
     return run_in_sandbox(lambda: interactive(spec, command))
 

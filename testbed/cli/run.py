@@ -23,6 +23,7 @@ from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
 from testbed.errors import ConfigError
 from testbed.fabric.live.blockfile import BlockFormat
+from testbed.fabric.live.lane_offers import settled
 from testbed.fabric.live.limits import check_buildable
 from testbed.fabric.live.sandbox import PRIVATE_PATH, run_in_sandbox
 from testbed.metrics.expression import check_expression
@@ -108,10 +109,14 @@ def prepare(request: RunRequest) -> LoadedScenario:
     Raises:
         ConfigError: anything wrong with the input, or a world that cannot run it.
     """
-    for expectation in read_scenario(request.scenario, request.overrides).expect:
+    scenario = read_scenario(request.scenario, request.overrides)
+    for expectation in scenario.expect:
         check_expression(expectation.metric)
+    overrides = tuple(request.overrides)
+    if request.world == "live":
+        overrides = (*overrides, f"cluster.lanes={settled(scenario.cluster.lanes)}")
     loaded = load_scenario(
-        request.scenario, overrides=request.overrides, systems=request.systems, seed=request.seed, run_dir=Path()
+        request.scenario, overrides=overrides, systems=request.systems, seed=request.seed, run_dir=Path()
     )
     if request.world == "live":
         check_buildable(loaded.plan.cluster)

@@ -31,13 +31,21 @@ class NodeKind(enum.Enum):
     DE = "de"
 
 
+ETS_QUANTA = (240 * 4096, 4096)
+"""Bytes in a turn of the high and of the KV lane: the paper's HighLimit (240 x 4 KiB) and its KV weight (64 x 64 B).
+
+A super-packet of 8 KB is larger than KV's quantum: it then waits two turns instead of one, and the ratio of bytes
+stays, because what is left of a turn is kept (any quanta above 0 do; larger ones only make larger lumps).
+"""
+
+
 class LaneDiscipline(enum.Enum):
     """How the two lanes of a CNIC, model traffic and KV (paper 5.1), divide the link. All but NONE idle for nobody.
 
     ==========  ===============================================================================================
     HTB         the high lane is guaranteed ``high_share``, KV the rest; what one leaves the other takes
     PRIO        strict: KV goes only while no model traffic waits, and may starve
-    ETS         deficit round robin, quanta 240 : 1 as the paper's HighLimit and its KV weight
+    ETS         deficit round robin with ``ets_quanta``
     NONE        one queue for both: isolation off
     INFINIBAND  the arbiter with ``ClusterSpec.arbiter``'s tables (sim world only: no Linux queue is one)
     ==========  ===============================================================================================
@@ -70,8 +78,9 @@ class ClusterSpec:
 
     ``pcie_rate_bps`` and ``dram_rate_bps`` are the shared-rate resources of a GPU (per direction) and of a node
     (half duplex, paper section 5). ``storage_rate_bps`` shapes each storage server's own port (0: unshaped).
-    ``high_share`` is the share that the high lane is guaranteed under htb (paper 5.1: about 99 %); ``arbiter`` are the
-    tables under infiniband, with model traffic on VL0 and KV on VL2.
+    ``high_share`` is the share that the high lane is guaranteed under htb (paper 5.1: about 99 %); ``ets_quanta`` are
+    bytes in a turn of either lane under ets; ``arbiter`` are the tables under infiniband, with model traffic on VL0 and
+    KV on VL2.
     """
 
     name: str
@@ -86,6 +95,7 @@ class ClusterSpec:
     storage_rate_bps: int = 0
     lanes: LaneDiscipline = LaneDiscipline.HTB
     high_share: float = 0.99
+    ets_quanta: tuple[int, int] = ETS_QUANTA
     arbiter: ArbiterTables = PAPER_TABLES
 
     def __post_init__(self) -> None:
@@ -113,6 +123,12 @@ class ClusterSpec:
             )
         if not 0.5 <= self.high_share < 1.0:
             raise ConfigError(f"topology {self.name}: high_share is {self.high_share}, but it must be in [0.5, 1).")
+        if len(self.ets_quanta) != 2 or not all(1 <= quantum < 1 << 32 for quantum in self.ets_quanta):
+            quanta = ", ".join(map(str, self.ets_quanta))
+            raise ConfigError(
+                f"topology {self.name}: ets_quanta are {quanta}, but they must be two numbers of bytes, the high "
+                "lane's and KV's, each from 1 to 4294967295: a lane with a quantum of 0 would never be served."
+            )
 
     @property
     def s(self) -> float:

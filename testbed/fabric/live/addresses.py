@@ -22,7 +22,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from testbed.fabric.live.limits import check_buildable
-from testbed.fabric.spec import CONTROL_HOST, ClusterSpec, NodeKind, NodeSpec
+from testbed.fabric.spec import CONTROL_HOST, ETS_QUANTA, ClusterSpec, LaneDiscipline, NodeKind, NodeSpec
 
 STORAGE_SWITCH = "storage"
 COMPUTE_SWITCH = "compute"
@@ -72,7 +72,10 @@ class PortKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedPort:
-    """An interface whose egress is shaped: ``name`` is that of the emulated resource and direction."""
+    """An interface whose egress is shaped: ``name`` is that of the emulated resource and direction.
+
+    ``lanes``, ``high_share`` (htb) and ``ets_quanta`` (ets) are of a port with lanes.
+    """
 
     name: str
     host: str
@@ -81,6 +84,9 @@ class ShapedPort:
     rate_bps: int
     kind: PortKind
     sources: tuple[Source, ...] = ()
+    lanes: LaneDiscipline = LaneDiscipline.HTB
+    high_share: float = 0.99
+    ets_quanta: tuple[int, int] = ETS_QUANTA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +144,9 @@ class Plan:
         host, device, index = at
         kind = PortKind.SHARED if sources is None else PortKind.LANES
         port = self.ports[name] = ShapedPort(
-            name=name, host=host, device=device, index=index, rate_bps=rate_bps, kind=kind, sources=sources or ()
-        )
+            name=name, host=host, device=device, index=index, rate_bps=rate_bps, kind=kind, sources=sources or (),
+            lanes=self.spec.lanes, high_share=self.spec.high_share, ets_quanta=self.spec.ets_quanta,
+        )  # fmt: skip
         return port
 
     def _plan_storage(self, server: str, k: int) -> None:

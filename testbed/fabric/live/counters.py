@@ -24,10 +24,11 @@ from pyroute2.netlink.rtnl.ifstatsmsg import ifstatsmsg
 from pyroute2.netlink.rtnl.tcmsg import tcmsg
 
 from testbed.fabric.live.addresses import BRIDGE_INDEX, PortKind, ShapedPort
-from testbed.fabric.live.lanes import ACK_CLASS, HIGH_CLASS, REST_CLASS, ROOT, RTM_GETQDISC
+from testbed.fabric.live.lanes import ACK_CLASS, BANDS, HIGH_BAND, HIGH_CLASS, LINK_CLASS, REST, ROOT, TURNS
 from testbed.fabric.live.netlink import DUMP, attributes, encode
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.readback import verify_shaping
+from testbed.fabric.live.tc import RTM_GETQDISC
 
 __all__ = ["HEADER_BYTES", "ClassCount", "LinkCounter", "read_counters", "total_drops", "verify_shaping"]
 
@@ -45,6 +46,7 @@ _DROPPED = struct.Struct("=QQ")
 _DROPPED_OFFSET = 48  # rx_dropped and tx_dropped in rtnl_link_stats64
 _TC_ATTRIBUTES = 36
 _STATS_ATTRIBUTES = 28
+_OURS = (ROOT >> 16, TURNS >> 16)
 
 
 class _DumpInvisible(tcmsg):  # type: ignore[misc]
@@ -78,8 +80,9 @@ class ClassCount:
 class LinkCounter:
     """Counters of one resource and direction.
 
-    ``high`` and ``kv`` are the lanes of a NIC or switch port, ``shared`` all data of a PCIe link or DRAM (which have no
-    lanes), ``rest`` the part of ``kv`` that came from a source without a queue of its own (0 for paths of the paper).
+    ``high`` and ``kv`` are the lanes of a NIC or switch port, ``shared`` all data of a PCIe link, of DRAM, or of a NIC
+    whose lanes are off (the kernel does not tell them apart there), ``rest`` the part of ``kv`` that came from a source
+    without a queue of its own (0 for paths of the paper).
     ``drops``, ``overlimits`` and ``backlog_bytes`` are of the whole interface.
     """
 
@@ -167,15 +170,15 @@ def _count(port: ShapedPort, queues: list[_Queue]) -> LinkCounter:
             drops, overlimits, backlog = queue.drops, queue.overlimits, queue.backlog_bytes
         elif queue.parent == ACK_CLASS:
             ack = queue.count
-        elif queue.parent == HIGH_CLASS:
+        elif queue.parent in (HIGH_CLASS, HIGH_BAND):
             high = queue.count
-        elif queue.parent >> 16 != ROOT >> 16:
-            continue  # clsact
-        elif port.kind is PortKind.SHARED:
+        elif queue.handle in (BANDS, TURNS) or queue.parent >> 16 not in _OURS:
+            continue  # what passes these is counted in their leaves; clsact
+        elif port.kind is PortKind.SHARED or queue.parent == LINK_CLASS:
             shared = queue.count
         else:
             kv += queue.count
-            if queue.parent == REST_CLASS:
+            if queue.parent & 0xFFFF == REST:
                 rest = queue.count
     return LinkCounter(
         name=port.name, kv=kv, high=high, shared=shared, ack=ack, rest=rest,

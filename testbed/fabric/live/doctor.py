@@ -21,6 +21,7 @@ from testbed.errors import HostError
 from testbed.fabric.live import devices
 from testbed.fabric.live.addresses import PortKind, ShapedPort
 from testbed.fabric.live.blockstore import DIRECT, FADVISE, NO_DEVICE, probe
+from testbed.fabric.live.lane_offers import MODULES, try_lanes
 from testbed.fabric.live.lanes import PACKET_BYTES, port_messages, redirect_messages
 from testbed.fabric.live.netlink import RTM_GETLINK, NetlinkSocket, attributes, encode_dump
 from testbed.fabric.live.sandbox import run_in_sandbox
@@ -181,6 +182,23 @@ def _kernel() -> list[Check]:
                 f"package linux-modules-extra-{platform.release()} or in the distribution's full kernel.",
             )
         )
+    return found + _lanes(outcomes)
+
+
+def _lanes(outcomes: dict[str, str]) -> list[Check]:
+    """Disciplines that a scenario may choose; only htb has to be there, and that is checked above."""
+    found = []
+    for lanes, modules in MODULES.items():
+        outcome = outcomes.get(f"lanes {lanes.value}", "not tried: it needs a sandbox")
+        found.append(
+            Check(
+                name=f"lanes {lanes.value}",
+                ok=True,
+                warning=bool(outcome),
+                detail=outcome or "made and read back",
+                remedy=f"only cluster.lanes = {lanes.value} needs it: load {modules}, or use another discipline.",
+            )
+        )
     return found
 
 
@@ -194,7 +212,7 @@ def _try_features() -> dict[str, str]:
                 outcomes[name] = ""
             except (HostError, OSError) as error:
                 outcomes[name] = str(error)
-    return outcomes
+        return outcomes | {f"lanes {lanes.value}": problem for lanes, problem in try_lanes(socket).items()}
 
 
 def _shaped(kind: PortKind) -> ShapedPort:
@@ -225,11 +243,11 @@ def _try_ifb(socket: NetlinkSocket) -> None:
 
 
 def _try_htb(socket: NetlinkSocket) -> None:
-    socket.run(port_messages(_shaped(PortKind.LANES), 0.99, filters=False))
+    socket.run(port_messages(_shaped(PortKind.LANES), filters=False))
 
 
 def _try_u32(socket: NetlinkSocket) -> None:
-    socket.run(port_messages(_shaped(PortKind.LANES), 0.99, classes=False))
+    socket.run(port_messages(_shaped(PortKind.LANES), classes=False))
 
 
 def _try_clsact(socket: NetlinkSocket) -> None:

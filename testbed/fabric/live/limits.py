@@ -19,10 +19,8 @@ def check_buildable(spec: ClusterSpec) -> None:
     if spec.lanes is LaneDiscipline.INFINIBAND:
         raise ConfigError(
             f"topology {spec.name}: lanes infiniband exist in the sim world only, for no queue of a kernel is an "
-            "InfiniBand arbiter; run it with --world sim, or set cluster.lanes to htb."
+            "InfiniBand arbiter; run it with --world sim, or set cluster.lanes to htb, ets, prio or none."
         )
-    if spec.lanes is not LaneDiscipline.HTB:
-        raise ConfigError(f"topology {spec.name}: the live world cannot build lanes {spec.lanes.value}; set htb.")
     for key, value, most in (
         ("prefill_nodes (P)", spec.prefill_nodes, MAX_NODES),
         ("decode_nodes (D)", spec.decode_nodes, MAX_NODES),

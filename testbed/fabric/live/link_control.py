@@ -5,31 +5,31 @@ Everything here is a difference from the spec on purpose, so ``verify_shaping`` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from testbed.errors import ConfigError
-from testbed.fabric.live import devices
+from testbed.fabric.live import devices, tc
 from testbed.fabric.live.addresses import ShapedPort
 from testbed.fabric.live.lanes import (
-    RTM_DELQDISC,
-    RTM_DELTFILTER,
-    filter_info,
+    HIGH_BAND,
+    HIGH_CLASS,
+    KV_BAND,
+    ROOT,
+    Match,
+    match_request,
     port_messages,
+    queues_of,
     rate_messages,
-    tc_request,
 )
 from testbed.fabric.live.netlink import CHANGE, Message, at_index
 from testbed.fabric.live.network import Network
-
-_ETH_P_IP = 0x0800
-_TC_H_ROOT = 0xFFFFFFFF
-_FIRST_FILTER = 0x80000800  # handle that u32 gives to the first filter of a port
 
 
 def set_rate(network: Network, port_name: str, rate_bps: int) -> None:
     """Shape one direction of one link to ``rate_bps`` from now on; lanes keep their shares."""
     port = replace(_port(network, port_name), rate_bps=rate_bps)
-    network.socket(port.host).run(rate_messages(port, network.spec.high_share))
+    network.socket(port.host).run(rate_messages(port))
 
 
 def restore_rate(network: Network, port_name: str) -> None:
@@ -53,27 +53,61 @@ def set_up(network: Network, port_name: str, up: bool) -> None:
 
 
 def remove_filter(network: Network, port_name: str, position: int) -> None:
-    """Remove the filter at ``position`` of a port (0: acknowledgements, 1: high lane, 2...: sources of KV)."""
+    """Remove the filter at ``position`` of a port (0: acknowledgements, 1: high lane, 2...: sources of KV).
+
+    Raises:
+        ConfigError: the port's lanes have no such filter.
+    """
     port = _port(network, port_name)
-    request = tc_request(
-        RTM_DELTFILTER, "u32", parent=0x10000, handle=_FIRST_FILTER + position,
-        info=filter_info(1, _ETH_P_IP), flags=CHANGE,
+    matches = queues_of(port).matches
+    if position >= len(matches):
+        raise ConfigError(f"{port_name} has {len(matches)} filters under lanes {port.lanes.value}, none at {position}.")
+    network.socket(port.host).run([_removal(port, matches, position)])
+
+
+def _removal(port: ShapedPort, matches: Sequence[Match], position: int) -> Message:
+    qdisc = matches[position].parent
+    of_qdisc = sum(match.parent == qdisc for match in matches[:position])
+    request = tc.tc_request(
+        tc.RTM_DELTFILTER, "u32", parent=qdisc, handle=tc.FIRST_FILTER + of_qdisc,
+        info=tc.LANE_FILTERS, flags=CHANGE,
     )  # fmt: skip
-    label = f"remove filter {position} of {port_name}"
-    network.socket(port.host).run([Message(at_index(request, port.index), label)])
+    return Message(at_index(request, port.index), f"remove filter {position} of {port.name}")
+
+
+def swap_lanes(network: Network, port_name: str) -> None:
+    """Send model traffic of a port into the KV lane and all else into the high one; ``unshape``, ``shape`` undo it.
+
+    Raises:
+        ConfigError: the port's lanes are not told apart by filters.
+    """
+    port = _port(network, port_name)
+    queues = queues_of(port)
+    at = next((k for k, match in enumerate(queues.matches) if match.target in (HIGH_CLASS, HIGH_BAND)), None)
+    if at is None:
+        raise ConfigError(f"{port_name} has no lanes to swap under {port.lanes.value}.")
+    lane = queues.matches[at]
+    behind = [k for k, match in enumerate(queues.matches) if k >= at and match.parent == lane.parent]
+    swapped = (
+        replace(lane, target=queues.rest if lane.parent == ROOT else KV_BAND),
+        Match(parent=lane.parent, target=lane.target),
+    )
+    messages = [_removal(port, queues.matches, k) for k in behind]
+    messages += [Message(at_index(match_request(m), port.index), f"swap the lanes of {port_name}") for m in swapped]
+    network.socket(port.host).run(messages)
 
 
 def unshape(network: Network, port_name: str) -> None:
     """Remove the shaping of a port altogether."""
     port = _port(network, port_name)
-    request = tc_request(RTM_DELQDISC, "htb", parent=_TC_H_ROOT, handle=0x10000, flags=CHANGE)
+    request = tc.tc_request(tc.RTM_DELQDISC, "htb", parent=tc.TC_H_ROOT, handle=ROOT, flags=CHANGE)
     network.socket(port.host).run([Message(at_index(request, port.index), f"unshape {port_name}")])
 
 
 def shape(network: Network, port_name: str) -> None:
     """Undo ``unshape``."""
     port = _port(network, port_name)
-    network.socket(port.host).run(port_messages(port, network.spec.high_share))
+    network.socket(port.host).run(port_messages(port))
 
 
 def _port(network: Network, port_name: str) -> ShapedPort:

@@ -225,7 +225,7 @@ class Network:
 
     def _shape(self, host: str) -> list[Message]:
         ports = (port for port in self.plan.ports.values() if port.host == host)
-        return [message for port in ports for message in port_messages(port, self.spec.high_share)]
+        return [message for port in ports for message in port_messages(port)]
 
     def _configure_servers(self) -> None:
         for server in self.spec.storage_names:

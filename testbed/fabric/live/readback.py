@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pyroute2.netlink.rtnl.tcmsg.common import calc_xmittime
 
 from testbed.fabric.live import addresses
-from testbed.fabric.live.addresses import Plan, PortKind, ShapedPort
+from testbed.fabric.live.addresses import Plan, ShapedPort
 from testbed.fabric.live.lanes import (
-    EGRESS_HOOK,
-    INGRESS_HOOK,
+    BANDS,
+    KV_BAND,
+    LINK_CLASS,
     PACKET_BYTES,
     QUANTUM_BYTES,
     QUEUE_PACKETS,
-    REST_CLASS,
     ROOT,
-    RTM_GETQDISC,
-    RTM_GETTCLASS,
-    RTM_GETTFILTER,
-    SHARED_CLASS,
+    TURNS,
     HtbClass,
     Match,
+    PortQueues,
     burst_bytes,
-    classes_of,
-    matches_of,
-    tc_request,
+    queues_of,
 )
 from testbed.fabric.live.netlink import DUMP, RTM_GETLINK, NetlinkSocket, at_index, attributes, encode_dump
 from testbed.fabric.live.network import Network
+from testbed.fabric.live.tc import (
+    EGRESS_HOOK,
+    INGRESS_HOOK,
+    RTM_GETQDISC,
+    RTM_GETTCLASS,
+    RTM_GETTFILTER,
+    read_bands,
+    read_drr_quantum,
+    tc_request,
+)
 
 _IFLA_IFNAME, _IFLA_TXQLEN, _IFLA_LINKINFO, _IFLA_GSO_MAX_SIZE, _IFLA_MASTER = 3, 13, 18, 41, 10
 _INFO_SLAVE_DATA = 5
@@ -57,6 +64,14 @@ _LINKS = encode_dump(RTM_GETLINK)
 _Key = tuple[int, bytes, bytes]  # offset of the first byte that matters, value, mask
 
 
+class _Qdisc(NamedTuple):
+    """One queueing discipline as dumped; ``options`` undecoded."""
+
+    kind: str
+    parent: int
+    options: memoryview
+
+
 def verify_shaping(network: Network) -> list[str]:
     """Every difference between the kernel's state and the spec, one sentence each; empty if there is none."""
     problems: list[str] = []
@@ -68,12 +83,16 @@ def verify_shaping(network: Network) -> list[str]:
     for host in network.namespaces:
         socket = network.socket(host)
         problems += _check_links(socket, host, wanted.get(host, {}))
-        defaults = _root_defaults(socket)
-        for port in ports[host]:
-            problems += _check_port(socket, port, network.spec.high_share, defaults.get(port.index))
+        problems += check_ports(socket, ports[host])
         for index, device, ifb in redirects.get(host, ()):
             problems += _check_redirect(socket, f"{host}:{device}", index, ifb)
     return problems
+
+
+def check_ports(socket: NetlinkSocket, ports: Sequence[ShapedPort]) -> list[str]:
+    """Every difference between the kernel's queues and the spec, for ports of the socket's namespace."""
+    qdiscs = _qdiscs(socket)
+    return [problem for port in ports for problem in _check_port(socket, port, qdiscs.get(port.index, {}))]
 
 
 def _wanted_devices(plan: Plan) -> dict[str, dict[int, tuple[str, bool | None]]]:
@@ -150,28 +169,56 @@ def _number(value: memoryview | None) -> int | None:
     return None if value is None else struct.unpack("=I", value)[0]
 
 
-def _root_defaults(socket: NetlinkSocket) -> dict[int, int]:
-    """Per interface with an htb root: the class of unknown traffic."""
-    defaults: dict[int, int] = {}
+def _qdiscs(socket: NetlinkSocket) -> dict[int, dict[int, _Qdisc]]:
+    """Per interface, those that a port of ours has at its own handles."""
+    found: dict[int, dict[int, _Qdisc]] = defaultdict(dict)
     for message in socket.dump(_QDISCS):
-        index, handle, _, _ = _TC_HEADER.unpack_from(message, 20)
+        index, handle, parent, _ = _TC_HEADER.unpack_from(message, 20)
         attrs = attributes(message, _TC_ATTRIBUTES)
-        if handle == ROOT and bytes(attrs[_TCA_KIND]) == b"htb\0":
-            init = attributes(attrs[_TCA_OPTIONS], 0)[_HTB_INIT]
-            defaults[index] = struct.unpack_from("=5I", init)[2]
-    return defaults
+        kind = bytes(attrs[_TCA_KIND]).rstrip(b"\0").decode()
+        if handle in (ROOT, BANDS, TURNS):
+            found[index][handle] = _Qdisc(kind, parent, attrs.get(_TCA_OPTIONS, memoryview(b"")))
+    return found
 
 
-def _check_port(socket: NetlinkSocket, port: ShapedPort, high_share: float, default: int | None) -> Iterator[str]:
-    if default is None:
+def _check_port(socket: NetlinkSocket, port: ShapedPort, qdiscs: Mapping[int, _Qdisc]) -> Iterator[str]:
+    root = qdiscs.get(ROOT)
+    if root is None or root.kind != "htb":
         yield f"{port.name} ({port.host}:{port.device}) is not shaped."
         return
-    wanted_default = SHARED_CLASS if port.kind is PortKind.SHARED else REST_CLASS
-    if default & 0xFFFF != wanted_default & 0xFFFF:
-        yield f"{port.name} sends unknown traffic to class {_class_name(default)}, not {_class_name(wanted_default)}."
-    yield from _check_classes(socket, port, high_share)
-    wanted = [(match.target, _normal_key(match)) for match in matches_of(port)]
-    found = [(target, key) for target, key, _ in _filters(socket, port.index, ROOT)]
+    queues = queues_of(port)
+    init = attributes(root.options, 0)[_HTB_INIT]
+    default = struct.unpack_from("=5I", init)[2]
+    if default & 0xFFFF != queues.default & 0xFFFF:
+        yield f"{port.name} sends unknown traffic to class 1:{default & 0xFFFF:x}, not {_class_name(queues.default)}."
+    yield from _check_inner(port, queues, qdiscs)
+    yield from _check_classes(socket, port, queues)
+    for qdisc in (ROOT, BANDS, TURNS):
+        yield from _check_filters(socket, port, qdisc, [match for match in queues.matches if match.parent == qdisc])
+
+
+def _check_inner(port: ShapedPort, queues: PortQueues, qdiscs: Mapping[int, _Qdisc]) -> Iterator[str]:
+    """The qdiscs below htb's classes: the bands, and the turns between sources in the KV band."""
+    kinds = {BANDS: (queues.bands, LINK_CLASS), TURNS: ("drr" if queues.turns else "", KV_BAND)}
+    for handle, (kind, parent) in kinds.items():
+        qdisc = qdiscs.get(handle)
+        there = qdisc.kind if qdisc else ""
+        if there != kind:
+            yield f"{port.name} has {there or 'nothing'} at {handle >> 16}: instead of {kind or 'nothing'}."
+        elif qdisc and qdisc.parent != parent:
+            yield f"{port.name} has its {kind} under {_class_name(qdisc.parent)} instead of {_class_name(parent)}."
+        elif qdisc and handle == BANDS:
+            quanta, unknown = read_bands(kind, qdisc.options)
+            wanted = list(port.ets_quanta) if kind == "ets" else [0, 0]
+            if quanta != wanted:
+                yield f"{port.name} has bands of quanta {quanta} instead of {wanted} (0: strict)."
+            if unknown != {1}:
+                yield f"{port.name} sends unknown traffic to bands {sorted(unknown)} instead of KV's, 1."
+
+
+def _check_filters(socket: NetlinkSocket, port: ShapedPort, qdisc: int, matches: Sequence[Match]) -> Iterator[str]:
+    wanted = [(match.target, _normal_key(match)) for match in matches]
+    found = [(target, key) for target, key, _ in _filters(socket, port.index, qdisc)] if wanted else []
     for target, key in wanted:
         if (target, key) not in found:
             yield f"{port.name} lacks the filter into class {_class_name(target)}."
@@ -182,8 +229,9 @@ def _check_port(socket: NetlinkSocket, port: ShapedPort, high_share: float, defa
         yield f"{port.name} has its filters in the wrong order."
 
 
-def _check_classes(socket: NetlinkSocket, port: ShapedPort, high_share: float) -> Iterator[str]:
+def _check_classes(socket: NetlinkSocket, port: ShapedPort, queues: PortQueues) -> Iterator[str]:
     found: dict[int, tuple[int, ...]] = {}
+    turns: dict[int, int] = {}
     for message in socket.dump(at_index(_CLASSES, port.index)):
         _, handle, parent, _ = _TC_HEADER.unpack_from(message, 20)
         attrs = attributes(message, _TC_ATTRIBUTES)
@@ -192,14 +240,21 @@ def _check_classes(socket: NetlinkSocket, port: ShapedPort, high_share: float) -
             rate, ceil = _RATESPEC.unpack_from(parms)[5], _RATESPEC.unpack_from(parms, _RATESPEC.size)[5]
             buffer, cbuffer, quantum, _, prio = _HTB_TAIL.unpack_from(parms, 2 * _RATESPEC.size)
             found[handle] = (parent, rate, ceil, buffer, cbuffer, quantum, prio)
-    for cls in classes_of(port, high_share):
+        elif handle >> 16 == TURNS >> 16:
+            turns[handle] = read_drr_quantum(attrs[_TCA_OPTIONS])
+    for cls in queues.classes:
         where = f"{port.name} class {_class_name(cls.classid)}"
         values = found.pop(cls.classid, None)
         if values is None:
             yield f"{where} is missing."
         else:
             yield from _compare_class(where, cls, values)
-    for classid in found:
+    for classid in queues.turns:
+        quantum = turns.pop(classid, 0)
+        if quantum != QUANTUM_BYTES:
+            state = f"has quantum {quantum} instead of {QUANTUM_BYTES}" if quantum else "is missing"
+            yield f"{port.name} class {_class_name(classid)} {state}."
+    for classid in (*found, *turns):
         yield f"{port.name} has a foreign class {_class_name(classid)}."
 
 
@@ -260,4 +315,4 @@ def _check_redirect(socket: NetlinkSocket, where: str, index: int, ifbs: tuple[i
 
 
 def _class_name(classid: int) -> str:
-    return f"1:{classid & 0xFFFF:x}"
+    return f"{classid >> 16:x}:{classid & 0xFFFF:x}"
