@@ -108,6 +108,8 @@ class Outcome:
     completed_ns: int = 0
     read_side: str = ""
     hit_tokens: int = 0
+    de_hit_tokens: int = 0
+    """Hits that the DE node reads; the PE node reads the others (unless ``read_side`` is "none")."""
     prefill_engine: str = ""
     decode_engine: str = ""
     chunk_blocks: dict[int, int] = field(default_factory=dict)
@@ -213,7 +215,8 @@ class AgentDriver(RoleMachine[_Round]):
         outcome = record.outcome
         record.participants = (SCHEDULER, *holders)
         outcome.scheduled_ns = outcome.scheduled_ns or self.now_ns
-        outcome.read_side, outcome.hit_tokens = message.read_side, message.hit_tokens
+        outcome.read_side = message.read_side
+        outcome.hit_tokens, outcome.de_hit_tokens = message.hit_tokens, message.de_hit_tokens
         outcome.prefill_engine, outcome.decode_engine = message.prefill_engine, message.decode_engine
         self.move(record, "RequestScheduled", _C if record.state is _S else record.state)
 

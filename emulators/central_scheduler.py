@@ -29,6 +29,7 @@ from testbed.protocol.scheduling import (
     select_decode_group,
     select_prefill,
     select_side,
+    select_split,
 )
 from testbed.protocol.transitions import TransitionTable
 
@@ -268,20 +269,21 @@ class CentralScheduler(RoleMachine[_Request]):
 
     def _assign(self, request: _Request, chosen_now: NodeKind) -> None:
         prefill_node, decode_node = node_of(request.prefill_engine), node_of(request.decode_engine)
-        side = self._side(request, prefill_node, decode_node)
+        pe_blocks, de_blocks = self._shares(request, prefill_node, decode_node)
         assignment = m.Assignment(
             request.request_id,
             request.tokens,
             request.keys,
             request.hit_blocks,
             request.generate_tokens,
-            side,
+            pe_blocks,
+            de_blocks,
             request.prefill_engine,
             request.decode_engine,
             prefill_node,
             decode_node,
         )
-        hit_tokens = request.hit_blocks * self.params.layout.block_tokens
+        block_tokens = self.params.layout.block_tokens
         self.move(request, "EngineChosen", SchedulerState.ASSIGNED)
         for engine, node in ((request.prefill_engine, prefill_node), (request.decode_engine, decode_node)):
             group = self.plan.group_of_node(node)
@@ -289,25 +291,37 @@ class CentralScheduler(RoleMachine[_Request]):
             tokens, hbm_tokens = self._counted(request, group.kind)
             if group.kind is chosen_now:  # the other half has been counted since it was chosen
                 self._tell(group.name, _Told(serial=serial, engine=engine, tokens=tokens, hbm_tokens=hbm_tokens))
-            if side == group.kind.value:
-                self.read_queues[node] += hit_tokens
-                self._tell(group.name, _Told(serial=serial, read_node=node, read_tokens=hit_tokens))
+            if read_tokens := len(assignment.read_by(group.kind.value)) * block_tokens:
+                self.read_queues[node] += read_tokens
+                self._tell(group.name, _Told(serial=serial, read_node=node, read_tokens=read_tokens))
             self.out.send(group.leader, m.RequestsAssigned(serial, (assignment,)))
         scheduled = m.RequestScheduled(
-            request.request_id, side, hit_tokens, request.prefill_engine, request.decode_engine
+            request.request_id,
+            assignment.read_side,
+            request.hit_blocks * block_tokens,
+            de_blocks * block_tokens,
+            request.prefill_engine,
+            request.decode_engine,
         )
         self.out.send(DRIVER, scheduled)
 
-    def _side(self, request: _Request, prefill_node: str, decode_node: str) -> str:
-        """Read side of a request (paper 8.4), or "none" when there is nothing to read."""
-        if request.hit_blocks == 0 or not self.system.moves_kv:
-            return "none"
-        if self.system.side_policy == "pe":
-            return "pe"
-        if self.system.side_policy == "round_robin":
-            self._side_turn += 1
-            return "pe" if self._side_turn % 2 else "de"
-        return select_side(self.read_queues[prefill_node], self.read_queues[decode_node])
+    def _shares(self, request: _Request, prefill_node: str, decode_node: str) -> tuple[int, int]:
+        """Hit blocks that the PE node and that the DE node read (paper 8.4): all on one side, but for a split read."""
+        hits, queues = request.hit_blocks, (self.read_queues[prefill_node], self.read_queues[decode_node])
+        if hits == 0 or not self.system.moves_kv:
+            return 0, 0
+        match self.system.side_policy:
+            case "split":
+                block_tokens, least = self.params.layout.block_tokens, self.params.split_least_blocks
+                de_blocks = select_split(*queues, hit_blocks=hits, block_tokens=block_tokens, least_blocks=least)
+            case "shorter_queue":
+                de_blocks = hits if select_side(*queues) == "de" else 0
+            case "round_robin":
+                self._side_turn += 1
+                de_blocks = 0 if self._side_turn % 2 else hits
+            case "pe":
+                de_blocks = 0
+        return hits - de_blocks, de_blocks
 
     def release(self, record: _Request) -> None:
         """A chosen engine was counted at its leader: uncount it. Queues skip ids whose record is gone."""

@@ -4,8 +4,9 @@ PE node: reads hits from storage into the PE buffer (PE path 1-2), writes their 
 its CNIC (3-4). DE node: holds the whole prompt KV of a request. On the DE path it reads the hits from storage into the
 DE buffer (DE path 1-2) and writes their Layer Blocks to the PE (3-5); on both paths it takes the layers that the PE
 sends (PE path 5-7: hits and misses; DE path: misses only, merged at their place), and after prefill writes Full Blocks
-to the DE's HBM (8-9 / 6-7) and frees the memory. It persists new full blocks: the prompt's straight from the DE
-buffer, generated ones through a staging page (D2H through the CNIC).
+to the DE's HBM (8-9 / 6-7) and frees the memory. A split read is both at once, each node with its own range of blocks.
+It persists new full blocks: the prompt's straight from the DE buffer, generated ones through a staging page (D2H
+through the CNIC).
 
 Order of acquisition, the same for every request, so that waiting for memory cannot be circular: DE buffer, PE buffer,
 HBM; staging pages are a pool apart.
@@ -122,7 +123,7 @@ class _Posted:
 
 @dataclass(slots=True, kw_only=True)
 class Held(Record):
-    """A request's share of this node's DRAM. ``pages[i]`` holds block ``i`` of the prompt."""
+    """A request's share of this node's DRAM. ``pages[i]`` holds block ``first_block + i`` of the prompt."""
 
     assignment: m.Assignment
     prefill_side: bool
@@ -137,9 +138,19 @@ class Held(Record):
     generated: set[int] = field(default_factory=set)  # keys of blocks to stage
 
     @property
-    def reads_here(self) -> bool:
-        """Are the hits read by this node?"""
-        return self.assignment.read_side == ("pe" if self.prefill_side else "de")
+    def reads(self) -> range:
+        """Blocks that this node reads from storage."""
+        return self.assignment.read_by("pe" if self.prefill_side else "de")
+
+    @property
+    def first_block(self) -> int:
+        """Of the blocks that have pages here: a PE node holds what it reads, a DE node the whole prompt."""
+        return self.reads.start if self.prefill_side else 0
+
+    def pages_of(self, first_block: int, count: int) -> tuple[int, ...]:
+        """Pages of some blocks."""
+        at = first_block - self.first_block
+        return self.pages[at : at + count]
 
 
 class DramBuffer(RoleMachine[Held]):
@@ -238,7 +249,7 @@ class DramBuffer(RoleMachine[Held]):
             self._pump_waiting()
 
     def _pages_needed(self, held: Held) -> int:
-        return held.assignment.hit_blocks if held.prefill_side else len(held.assignment.keys)
+        return len(held.reads) if held.prefill_side else len(held.assignment.keys)
 
     def _pump_waiting(self) -> None:
         while self.waiting:
@@ -256,12 +267,11 @@ class DramBuffer(RoleMachine[Held]):
     def _start(self, held: Held) -> None:
         a = held.assignment
         if not held.prefill_side:
-            arriving = len(a.keys) - (a.hit_blocks if a.read_side == "de" else 0)
-            held.layer_blocks_left = arriving * self.params.layout.layers
+            held.layer_blocks_left = (len(a.keys) - len(held.reads)) * self.params.layout.layers
             self.out.send(a.prefill_engine, m.BufferReserved(a.request_id))
-        if held.reads_here:
-            held.reads_left = a.hit_blocks
-            self.reads.extend(_Read(a.request_id, k) for k in range(a.hit_blocks))
+        if held.reads:
+            held.reads_left = len(held.reads)
+            self.reads.extend(_Read(a.request_id, k) for k in held.reads)
             self.move(held, "PagesTaken", _R)
             self._pump_reads()
         else:
@@ -278,7 +288,7 @@ class DramBuffer(RoleMachine[Held]):
             key = held.assignment.keys[read.block]
             holders = replicas_of(key, self.plan.storage, self.params.replicas)
             server = choose_replica(holders, self.outstanding)
-            landing = self._landing((held.pages[read.block],), (key,), 0, self.params.layout.layers)
+            landing = self._landing(held.pages_of(read.block, 1), (key,), 0, self.params.layout.layers)
             ref = self._grant(held, snic_endpoint(self.role), landing, 0)
             self.reading[ref.grant_id] = _Reading(read.request_id, key, server)
             self.outstanding[server] += 1
@@ -313,7 +323,7 @@ class DramBuffer(RoleMachine[Held]):
         self.move(held, "LoadLayers", _H)
         a = held.assignment
         offset, size = self.params.layout.layer_slice(message.layer_begin, message.layer_end)
-        pages = held.pages[message.first_block : message.first_block + message.block_count]
+        pages = held.pages_of(message.first_block, message.block_count)
         engine = a.prefill_engine if held.prefill_side else a.decode_engine
         self._write(held, message.grant, cnic_dram_endpoint(engine), pages, offset, size, fills_hbm=False)
 
@@ -329,10 +339,11 @@ class DramBuffer(RoleMachine[Held]):
 
     def _open_steps(self, held: Held, message: m.OpenLayerWrites) -> tuple[GrantRef, ...]:
         a = held.assignment
-        blocks = slice(message.first_block, message.first_block + message.block_count)
+        pages = held.pages_of(message.first_block, message.block_count)
+        keys = a.keys[message.first_block : message.first_block + message.block_count]
         refs = []
         for begin, end in self.params.steps:
-            landing = self._landing(held.pages[blocks], a.keys[blocks], begin, end)
+            landing = self._landing(pages, keys, begin, end)
             brings = message.block_count * (end - begin)
             refs.append(self._grant(held, cnic_dram_endpoint(a.decode_engine), landing, brings))
         return tuple(refs)
@@ -506,7 +517,7 @@ class DramBuffer(RoleMachine[Held]):
             if grant_id in self.reading:
                 self._read_ended(grant_id)
         self.stage.release(stage.page for stage in record.staged.values())
-        if record.reads_here and record.reads_left:
+        if record.reads_left:
             self.out.send(self.leader, m.ReadFinished(record.request_id, self.role))
         self.buffer.release(record.pages)
         record.pages = ()

@@ -111,7 +111,7 @@ class GroupLeader(RoleMachine[_Held]):
                     self.move(held, "RequestReleased", LeaderState.RELEASED)
             case m.ReadFinished():
                 if (held := self.find(message.request_id, "ReadFinished")) is not None:
-                    held.read_node, held.read_tokens = "", 0
+                    held.read_tokens = 0
                     self.move(held, "ReadFinished", LeaderState.ASSIGNED)
             case _:
                 raise PeerError(f"{self.role}: {type(message).__name__} from {sender} is not for a leader")
@@ -135,9 +135,8 @@ class GroupLeader(RoleMachine[_Held]):
         if held is None:
             return
         held.participants = participants(assignment)
-        if assignment.read_side == self.group.kind.value:
-            held.read_node = node_of(engine)
-            held.read_tokens = assignment.hit_blocks * layout.block_tokens
+        held.read_node = node_of(engine)
+        held.read_tokens = len(assignment.read_by(self.group.kind.value)) * layout.block_tokens
         self.move(held, "RequestsAssigned", LeaderState.ASSIGNED)
         self.out.send(engine, m.AssignPrefill(assignment) if prefill else m.AssignDecode(assignment))
 

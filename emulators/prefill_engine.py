@@ -4,6 +4,8 @@ Per layer step, with ``layers_in_flight`` steps ahead: take HBM pages for the ba
 write their Layer Blocks (PE path 3-4, DE path 3-5), compute, write to the DE buffer (PE path 5-7: hits and misses;
 DE path: misses only), free the pages. Basic is the same machine with one step that holds all layers.
 
+A split read is both paths at once: the PE starts when both nodes have read their hits, and asks each DRAM for its own.
+
 A prompt that exceeds the compute quota is prefilled in chunks (paper 8.5); blocks of an earlier chunk are in the DE
 buffer by then and are loaded from there, like hits on the DE path.
 """
@@ -66,7 +68,7 @@ TABLE = TransitionTable(
     ends=frozenset({_X}),
     edges={
         _V: {"BufferReserved": (_R, _Q), "PrefixLoaded": (_V,)},
-        _R: {"PrefixLoaded": (_Q,)},
+        _R: {"PrefixLoaded": (_R, _Q)},
         _Q: {"Packed": (_C,), "LayerWritesOpened": (_Q,)},
         _C: {"LayerWritesOpened": (_C,), "ChunkComputed": (_Q, _F)},
         _F: {"LayerWritesOpened": (_F,), "AllFlushed": (_X,)},
@@ -81,7 +83,7 @@ TABLE = TransitionTable(
 class _Prompt(Record):
     assignment: m.Assignment
     computed_tokens: int = 0
-    prefix_loaded: bool = False
+    reading: set[str] = field(default_factory=set)  # nodes that have not read their hits yet
     chunk: int = 0
     layer_grants: dict[int, tuple[GrantRef, ...]] = field(default_factory=dict)  # by chunk
     flushes_out: int = 0  # steps computed and not yet wholly in the DE buffer
@@ -172,11 +174,11 @@ class PrefillEngine(GroupMember[_Prompt]):
                     self._buffer_reserved(prompt)
             case m.PrefixLoaded():
                 if (prompt := self.find(message.request_id, "PrefixLoaded")) is not None:
-                    prompt.prefix_loaded = True
-                    if prompt.state is _R:
+                    prompt.reading.discard(sender)
+                    if prompt.state is _R and not prompt.reading:
                         self._make_runnable(prompt, "PrefixLoaded")
                     else:
-                        self.move(prompt, "PrefixLoaded", _V)
+                        self.move(prompt, "PrefixLoaded", prompt.state)
             case m.LayerWritesOpened():
                 if (prompt := self.find(message.request_id, "LayerWritesOpened")) is not None:
                     prompt.layer_grants.setdefault(message.chunk, message.grants)  # a repeat brings the same
@@ -191,7 +193,7 @@ class PrefillEngine(GroupMember[_Prompt]):
         if not self.begin(prompt):
             self.release_ended(a.request_id, self.leader)
             return
-        prompt.prefix_loaded = a.read_side == "none"
+        prompt.reading = {node for node, share in _shares(a) if share}
         if len(a.keys) > self._batch_blocks():
             detail = f"{len(a.keys)} blocks per layer step exceed the {self._batch_blocks()} that {self.role} can hold"
             self.fail(prompt, "HbmTooSmall", detail)
@@ -206,12 +208,12 @@ class PrefillEngine(GroupMember[_Prompt]):
 
     def _buffer_reserved(self, prompt: _Prompt) -> None:
         a = prompt.assignment
-        if a.read_side == "pe":
+        if a.pe_blocks:
             self.out.send(a.prefill_node, m.LoadPrefix(a))
-        if prompt.prefix_loaded:
-            self._make_runnable(prompt, "BufferReserved")
-        else:
+        if prompt.reading:
             self.move(prompt, "BufferReserved", _R)
+        else:
+            self._make_runnable(prompt, "BufferReserved")
 
     def _make_runnable(self, prompt: _Prompt, event: str) -> None:
         self.move(prompt, event, _Q)
@@ -262,9 +264,9 @@ class PrefillEngine(GroupMember[_Prompt]):
         self.forward = _Forward(items)
 
     def _sent_from(self, prompt: _Prompt, chunk: Chunk, number: int) -> int:
-        """First block that this chunk sends to the DE buffer: hits go along on the PE path, once."""
-        if number == 0 and prompt.assignment.read_side == "pe":
-            return 0
+        """First block that this chunk sends to the DE buffer: hits that the PE node has read go along, once."""
+        if number == 0:
+            return prompt.assignment.de_blocks
         return chunk.cached_tokens // self.params.layout.block_tokens
 
     def _open_layer_writes(self, prompt: _Prompt, chunk: Chunk) -> None:
@@ -304,12 +306,10 @@ class PrefillEngine(GroupMember[_Prompt]):
         """Ask the DRAMs that hold the blocks: hits where they were read, earlier chunks in the DE buffer."""
         a = share.prompt.assignment
         cached = share.chunk.cached_tokens // self.params.layout.block_tokens
-        sources: list[tuple[str, int, int]] = []
-        if a.hit_blocks:
-            sources.append((a.prefill_node if a.read_side == "pe" else a.decode_node, 0, a.hit_blocks))
-        if cached > a.hit_blocks:
-            sources.append((a.decode_node, a.hit_blocks, cached))
-        for node, first, last in sources:
+        sources = [(node, share.start, share.stop) for node, share in _shares(a)]
+        for node, first, last in (*sources, (a.decode_node, a.hit_blocks, cached)):
+            if first == last:
+                continue
             pieces = tuple(self.hbm.offset(p) for p in share.pages[first:last])
             size = (step.end - step.begin) * self.params.layout.layer_block_bytes
             landing = Landing(
@@ -428,7 +428,7 @@ class PrefillEngine(GroupMember[_Prompt]):
         self.move(prompt, "ChunkComputed", _F)
         self.out.send(DRIVER, m.TokensEmitted(a.request_id, 0, (token,)))
         self.out.send(a.decode_engine, m.PrefillFinished(a.request_id, token))
-        if a.read_side == "pe":
+        if a.pe_blocks:
             self.out.send(a.prefill_node, m.PrefixReleased(a.request_id))
         self._check_flushed(prompt)
 
@@ -529,3 +529,8 @@ class PrefillEngine(GroupMember[_Prompt]):
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def _shares(a: m.Assignment) -> tuple[tuple[str, range], ...]:
+    """Which node reads which hits from storage, and has them until the prompt has been computed."""
+    return (a.decode_node, a.read_by("de")), (a.prefill_node, a.read_by("pe"))

@@ -186,6 +186,7 @@ def _params(
         compute_quota_ns=scale.emulated_duration_ns(p.compute_quota_s),
         quota_scope=p.quota_scope,
         wait_deadline_ns=scale.emulated_duration_ns(p.wait_deadline_s) if p.wait_deadline_s else WAIT_DEADLINE_NS,
+        split_least_blocks=p.split_least_blocks,
         read_window_blocks=p.read_window_blocks,
         persist_window_blocks=p.persist_window_blocks,
         replicas=p.replicas,

@@ -81,6 +81,8 @@ class ProtocolSection:
     quota_scope: Literal["forward", "layer"] = "forward"
     wait_deadline_s: float = 0.0
     """0: 60 s of this host, whatever the scale: what ends a wait is a fault of the emulation, not of the paper."""
+    split_least_blocks: int = 4
+    """Emulated blocks that a side must have of a read on both sides (systems with the option -split)."""
     read_window_blocks: int = 64
     persist_window_blocks: int = 16
     replicas: int = 2

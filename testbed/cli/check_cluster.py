@@ -64,6 +64,10 @@ BUILT_IN = {
         CheckConfig(name="1p1d-1r-1l", agents=(((3, 2),),), layers=1),
         CheckConfig(name="1p1d-1r-1l-cold", agents=(((2, 1),),), layers=1, stored_blocks=0),
         CheckConfig(name="1p1d-2turns", agents=(((3, 2), (1, 1)),)),
+        CheckConfig(name="1p1d-1r-split", system="dualpath-split", stored_blocks=2, layers=1, agents=(((5, 2),),)),
+        CheckConfig(
+            name="1p1d-2r-split", system="dualpath-split", stored_blocks=2, layers=1, agents=(((5, 1),), ((5, 2),))
+        ),
         CheckConfig(
             name="1p1d-2r-tight", dram_pages=3, stage_pages=1, de_hbm_pages=3, pe_hbm_blocks=16, window_blocks=1
         ),
@@ -260,6 +264,7 @@ def _params(config: CheckConfig, layout: BlockLayout) -> ProtocolParams:
         compute_quota_ns=config.quota_tokens * config.layers,
         storage_pages=config.storage_pages,
         read_window_blocks=config.window_blocks,
+        split_least_blocks=1,
         persist_window_blocks=config.window_blocks,
     )
 

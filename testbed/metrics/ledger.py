@@ -14,6 +14,8 @@ generated full block       DE CNIC read and write (D2H), DE DRAM       the same
 write-back                 new full blocks x replicas: DE DRAM, SNIC   the same
 =========================  ==========================================  ==========================================
 
+Of a split read the PE path has the hits that the PE node reads, and all misses; the DE path the other hits.
+
 PCIe of a GPU carries what its HBM sends and receives; DRAM of a node all that enters or leaves it. To the KV comes
 what the data plane adds to each write: a header, and a seal per Layer Block.
 
@@ -83,19 +85,21 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
     prompt_full = layout.full_blocks(r.prompt_tokens)
     generated = layout.full_blocks(r.prompt_tokens + r.generate_tokens - 1) - prompt_full
     pe, de = _Engine(r.prefill_engine), _Engine(r.decode_engine)
-    reader = de if r.read_side == "de" else pe
+    de_hits = r.de_hit_tokens // layout.block_tokens
     block = _write_bytes(how, 1, layout.layers)
 
     def by_step(blocks: int) -> int:
         return sum(_write_bytes(how, blocks, layers) for layers in how.step_layers) if blocks else 0
 
-    _add(ledger, hits * block, f"{STORAGE}.snic.tx", f"{reader.node}.snic.rx", reader.dram)
+    for reader, read in ((pe, hits - de_hits), (de, de_hits)):
+        _add(ledger, read * block, f"{STORAGE}.snic.tx", f"{reader.node}.snic.rx", reader.dram)
     for cached in (hits, *r.chunk_blocks.values()):
-        _add(ledger, by_step(hits), reader.dram, reader.cnic_read, pe.cnic_write, pe.pcie_in)
+        for reader, read in ((pe, hits - de_hits), (de, de_hits)):
+            _add(ledger, by_step(read), reader.dram, reader.cnic_read, pe.cnic_write, pe.pcie_in)
         _add(ledger, by_step(cached - hits), de.dram, de.cnic_read, pe.cnic_write, pe.pcie_in)
     _add(
         ledger,
-        by_step(prompt - hits if r.read_side == "de" else prompt),
+        by_step(prompt - de_hits),
         pe.pcie_out,
         pe.cnic_read,
         de.cnic_write,

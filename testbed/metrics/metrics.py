@@ -56,6 +56,8 @@ class LinkRates:
 class SystemMetrics:
     """One system. ``bytes_by_path``: KV read from storage through prefill ("pe") and decode ("de") nodes.
 
+    ``requests_by_path``: whole requests read there, and requests "split" between both.
+
     ``first_turn_hit_tokens``: hits of first rounds. Where agents start without a past, others have stored these blocks.
     ``ttft_shares``: parts of the mean TTFT spent until scheduled ("sched"), until prefill starts ("read": buffers,
     storage, queueing at the PE), and until the first token ("prefill").
@@ -112,10 +114,12 @@ def system_metrics(
     done = [r for r in run.outcomes if r.completed_ns and not r.error]
     begin_ns = min((r.submitted_ns for r in run.outcomes), default=0)
     end_ns = max((r.completed_ns for r in run.outcomes), default=begin_ns)
-    read = {side: [r for r in done if r.read_side == side and r.hit_tokens] for side in ("pe", "de")}
+    read = {side: [r for r in done if r.read_side == side and r.hit_tokens] for side in ("pe", "de", "split")}
+    by_de = sum(r.de_hit_tokens for r in done)
+    by_pe = sum(r.hit_tokens for rounds in read.values() for r in rounds) - by_de
     prompt, hits = sum(r.prompt_tokens for r in done), sum(r.hit_tokens for r in done)
     use = snic_use(run.samples, nodes, rates.snic_bps, begin_ns, end_ns)
-    readers = [use[node].plateau for node in _readers(run.system, nodes, both=bool(read["de"]))]
+    readers = [use[node].plateau for node in _readers(run.system, nodes, both=by_de > 0)]
     into = [u.run for u in use.values()]
     return SystemMetrics(
         system=run.system,
@@ -137,7 +141,7 @@ def system_metrics(
         first_turn_hit_tokens=sum(r.hit_tokens for r in done if r.turn == 0),
         tokens_emitted=sum(len(r.tokens) for r in run.outcomes),
         tokens_verified=run.tokens_verified,
-        bytes_by_path={side: sum(r.hit_tokens for r in rounds) * kv_bytes_per_token for side, rounds in read.items()},
+        bytes_by_path={"pe": by_pe * kv_bytes_per_token, "de": by_de * kv_bytes_per_token},
         requests_by_path={side: len(rounds) for side, rounds in read.items()},
         snic_utilisation=use,
         snic_plateau_min=min(readers, default=0.0),

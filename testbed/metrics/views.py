@@ -22,6 +22,7 @@ class RoundView(Protocol):
     completed_ns: int
     read_side: str
     hit_tokens: int
+    de_hit_tokens: int
     prefill_engine: str
     decode_engine: str
     chunk_blocks: dict[int, int]

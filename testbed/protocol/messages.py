@@ -26,7 +26,10 @@ class Hello(Message, frozen=True):
 class Assignment(msgspec.Struct, frozen=True, gc=False):
     """One request with everything that was decided for it (paper 8.2-8.4).
 
-    ``read_side`` is "pe", "de", or "none" (no hits to read). ``prefill_node`` and ``decode_node`` name the DRAM roles.
+    Of the ``hit_blocks`` leading blocks, which are in storage, the DE node reads the first ``de_blocks``, the PE node
+    the other ``pe_blocks``: all on one side in the paper, none where no KV moves. The PE's are the last ones, so that
+    what the DE buffer does not have yet, they and the misses, is one range. ``prefill_node`` and ``decode_node`` name
+    the DRAM roles.
     """
 
     request_id: str
@@ -34,7 +37,8 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
     keys: tuple[int, ...]
     hit_blocks: int
     generate_tokens: int
-    read_side: str
+    pe_blocks: int
+    de_blocks: int
     prefill_engine: str
     decode_engine: str
     prefill_node: str
@@ -44,6 +48,17 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
     def prompt_tokens(self) -> int:
         """Prompt length in tokens."""
         return len(self.tokens) // 4
+
+    @property
+    def read_side(self) -> str:
+        """Who reads: "pe", "de", "split" between both, or "none" (no hits to read)."""
+        if self.pe_blocks and self.de_blocks:
+            return "split"
+        return "pe" if self.pe_blocks else "de" if self.de_blocks else "none"
+
+    def read_by(self, side: str) -> range:
+        """Blocks that the node of a side, "pe" or "de", reads from storage."""
+        return range(self.de_blocks, self.de_blocks + self.pe_blocks) if side == "pe" else range(self.de_blocks)
 
 
 # --- driver <-> scheduler, index ---------------------------------------------------------------------------------
@@ -166,13 +181,13 @@ class ReadFinished(Message, frozen=True):
 
 
 class LoadPrefix(Message, frozen=True):
-    """PE -> its node's DRAM: read the hit blocks from storage into the PE buffer (Figure 4, PE path 1-2)."""
+    """PE -> its node's DRAM: read its share of the hits from storage into the PE buffer (Figure 4, PE path 1-2)."""
 
     assignment: Assignment
 
 
 class ReserveBuffer(Message, frozen=True):
-    """DE -> its node's DRAM: hold the whole prompt KV in the DE buffer; on the DE path read the hits into it."""
+    """DE -> its node's DRAM: hold the whole prompt KV in the DE buffer; read its share of the hits into it."""
 
     assignment: Assignment
 
@@ -184,7 +199,7 @@ class BufferReserved(Message, frozen=True):
 
 
 class PrefixLoaded(Message, frozen=True):
-    """DRAM (of either side) -> PE: all hit blocks are in this DRAM, verified."""
+    """DRAM (of either side) -> PE: all hit blocks that this node reads are in its DRAM, verified."""
 
     request_id: str
 
@@ -326,11 +341,15 @@ class BlockNotStored(Message, frozen=True):
 
 
 class RequestScheduled(Message, frozen=True):
-    """Scheduler -> driver: engines and read side are chosen (for the TTFT shares of Figure 12)."""
+    """Scheduler -> driver: engines and read side are chosen (for the TTFT shares of Figure 12).
+
+    ``de_hit_tokens``: hits that the DE node reads; the PE node reads the others, unless ``read_side`` is "none".
+    """
 
     request_id: str
     read_side: str
     hit_tokens: int
+    de_hit_tokens: int
     prefill_engine: str
     decode_engine: str
 

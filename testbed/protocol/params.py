@@ -43,6 +43,8 @@ class ProtocolParams:
     """Full Blocks a node has requested from storage and not received: deep enough to fill the SNIC, bounded."""
     persist_window_blocks: int = 16
     """Full Blocks a node is writing back at once."""
+    split_least_blocks: int = 4
+    """Of a read on both sides: hits that a side must have to be worth a round trip and a write per layer step."""
     replicas: int = 2
     """Copies of a block on different storage servers (3FS writes all, reads any)."""
     dram_pages: int = 1024
@@ -66,7 +68,15 @@ class ProtocolParams:
         """Raises ConfigError for values that no machine can work with."""
         if not 1 <= self.layer_group <= self.layout.layers:
             raise ConfigError(f"protocol.layer_group is {self.layer_group}; the model has {self.layout.layers} layers.")
-        for key in ("layers_in_flight", "replicas", "dram_pages", "stage_pages", "de_hbm_pages", "read_window_blocks"):
+        for key in (
+            "layers_in_flight",
+            "replicas",
+            "dram_pages",
+            "stage_pages",
+            "de_hbm_pages",
+            "read_window_blocks",
+            "split_least_blocks",
+        ):
             if getattr(self, key) < 1:
                 raise ConfigError(f"protocol.{key} is {getattr(self, key)}, but it must be at least 1.")
 
@@ -87,7 +97,7 @@ class ProtocolParams:
         return self.pe_hbm_bytes // self.pe_page_bytes
 
 
-SidePolicy = Literal["pe", "round_robin", "shorter_queue"]
+SidePolicy = Literal["pe", "round_robin", "shorter_queue", "split"]
 CopyPath = Literal["cnic", "copy-engine"]
 
 
@@ -100,7 +110,8 @@ class SystemConfig:
     layerwise: bool
     """Layerwise prefill: only the layers in flight are in PE HBM. Without it all layers are, before compute starts."""
     side_policy: SidePolicy
-    """Who reads: always the PE node; sides in turn; the side with the shorter read queue (paper 8.4)."""
+    """Who reads: always the PE node; sides in turn; the side with the shorter read queue (paper 8.4); or both, each as
+    many blocks as let both end together (not in the paper, which leaves it open)."""
     balanced: bool
     """Engines chosen by Algorithm 1 and the two DE levels (paper 8.2, 8.3); else round robin."""
     moves_kv: bool = True
@@ -147,6 +158,12 @@ OPTIONS: dict[str, SystemOption] = {
             title="copy engine",
             sentence="copies between a node's DRAM and its own GPU take PCIe alone, past the CNIC and its lanes",
             changes={"copy_path": "copy-engine"},
+        ),
+        SystemOption(
+            name="split",
+            title="split reads",
+            sentence="each request's hits are read on both sides at once, so many on each that both end together",
+            changes={"side_policy": "split"},
         ),
     )
 }

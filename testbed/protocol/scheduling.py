@@ -106,3 +106,19 @@ def select_side(prefill_node_queue: int, decode_node_queue: int) -> str:
     Tie (UNKNOWN in the paper): the PE side, whose path has one network hop less before prefill can start.
     """
     return "de" if decode_node_queue < prefill_node_queue else "pe"
+
+
+def select_split(
+    prefill_node_queue: int, decode_node_queue: int, *, hit_blocks: int, block_tokens: int, least_blocks: int
+) -> int:
+    """Of a split read: how many of the hit blocks the DE node reads. Queues in tokens.
+
+    Both nodes are to end at the same time: queue + own share is equal, as far as the shares are not below 0; an odd
+    block goes to the PE side, as ties do. A share below ``least_blocks`` is not worth its messages: then the larger
+    one takes all.
+    """
+    even = (hit_blocks * block_tokens + prefill_node_queue - decode_node_queue) // (2 * block_tokens)
+    share = min(max(even, 0), hit_blocks)
+    if least_blocks <= share <= hit_blocks - least_blocks:
+        return share
+    return hit_blocks if 2 * share > hit_blocks else 0

@@ -26,7 +26,9 @@ ORDERED = frozenset({"active"})
 """Dicts that a machine walks in order, so that the order belongs to its state (the DE's batch)."""
 IRRELEVANT = frozenset({"failures", "strays", "peak", "blocks_given_up", "out", "_out", "_next_write", "_next_id"})
 NOTES = {
-    "Outcome": frozenset({"read_side", "hit_tokens", "prefill_engine", "decode_engine", "chunk_blocks", "error_detail"})
+    "Outcome": frozenset(
+        {"read_side", "hit_tokens", "de_hit_tokens", "prefill_engine", "decode_engine", "chunk_blocks", "error_detail"}
+    )
 }
 """By class: what is only kept for a report (the driver's notes on a round)."""
 PLACING = frozenset({"group_tokens", "read_queues", "_serials", "_told", "_turn", "_side_turn", "serial"})

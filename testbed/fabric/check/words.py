@@ -46,7 +46,8 @@ def _value(value: Any) -> str:
             return f"{_grant(value.grant_id)} of {value.endpoint}"
         case m.Assignment():
             a = value
-            return f"{a.request_id} on {a.prefill_engine} and {a.decode_engine}, {a.hit_blocks} hits by {a.read_side}"
+            hits = f"{a.pe_blocks} hits by pe, {a.de_blocks} by de"
+            return f"{a.request_id} on {a.prefill_engine} and {a.decode_engine}, {hits}"
         case m.EngineLoad():
             return f"{value.engine}: {value.sequences} sequences, {value.tokens} tokens"
         case tuple():
