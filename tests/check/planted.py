@@ -83,12 +83,22 @@ class AssignedTwice(CentralScheduler):
             self._renew(record)
 
 
+class StartsWithOneHalf(PrefillEngine):
+    """The first node that has read its hits lets the prefill begin, though the other still reads."""
+
+    def on_message(self, sender: str, message: m.Message) -> None:
+        """As it should, but nobody else is waited for."""
+        if isinstance(message, m.PrefixLoaded) and message.request_id in self.records:
+            self.records[message.request_id].reading.clear()
+        super().on_message(sender, message)
+
+
 class MissesMergedWrongly(DramBuffer):
-    """On the DE path the misses that the PE returns go to the place of the hits."""
+    """What the PE sends goes to the place of the hits that the DE node has read."""
 
     def _open_steps(self, held: Held, message: m.OpenLayerWrites) -> tuple[GrantRef, ...]:
         pages = held.pages
-        if held.assignment.read_side == "de" and message.first_block:
+        if held.assignment.de_blocks and message.first_block:
             held.pages = (*pages[1:], pages[0])
         refs = super()._open_steps(held, message)
         held.pages = pages

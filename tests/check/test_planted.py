@@ -18,6 +18,8 @@ CASES = [
     (p.LostWakeUp, "pe0gpu0", "1p1d-1r", 0, "progress", "nothing happens any more, but 0.0 is still"),
     (p.AssignedTwice, "scheduler", "1p1d-1r", 0, "tokens", "assigned to the group of leader-pe0 a second time"),
     (p.MissesMergedWrongly, "de0", "1p1d-2r", 0, "provenance", "memory never written"),
+    (p.MissesMergedWrongly, "de0", "1p1d-1r-split", 0, "provenance", "lands where layer 0 of block"),
+    (p.StartsWithOneHalf, "pe0gpu0", "1p1d-1r-split", 0, "tokens", "OpenLayerWrites for request 0.0 comes in state R"),
 ]
 
 
@@ -37,7 +39,10 @@ def test_a_planted_mistake_is_found(
     assert len(lines(moves, found.violations)) == len(moves) + len(found.violations)
 
 
-@pytest.mark.parametrize(("config", "faults"), [("1p1d-1r-1l-cold", 1), ("1p1d-2r", 0), ("1p1d-2turns", 0)])
+@pytest.mark.parametrize(
+    ("config", "faults"),
+    [("1p1d-1r-1l-cold", 1), ("1p1d-2r", 0), ("1p1d-2turns", 0), ("1p1d-1r-split", 1), ("1p1d-2r-split", 0)],
+)
 def test_nothing_is_found_where_nothing_is_planted(config: str, faults: int) -> None:
     _, coverage = explore(config, faults)
     assert coverage.found is None

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from testbed.protocol.params import SYSTEMS
+from testbed.protocol.params import system_named
 from tests.conformance.cases import CASES, Case
 from tests.support.leaks import leaks
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
-from tests.support.worlds import expected_bytes, seen_bytes
+from tests.support.worlds import SERVED, expected_bytes, seen_bytes
 
 Hosted = LocalWorld | SimCluster
 Build = Callable[[Case, str, int], Hosted]
@@ -37,7 +37,7 @@ def shared_blocks_hit(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SERVED)
 def test_worlds_serve_alike(system: str, case: Case) -> None:
     hits = {}
     for name, build in WORLDS.items():
@@ -59,7 +59,7 @@ def test_worlds_serve_alike(system: str, case: Case) -> None:
 
 def _check_bytes(world: Hosted, case: Case, system: str, name: str) -> None:
     seen = seen_bytes(world)
-    if not SYSTEMS[system].moves_kv:
+    if not system_named(system).moves_kv:
         assert not seen, name
         return
     expected = expected_bytes(world, world.driver.outcomes, case.replicas)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from testbed.fabric.sim.params import SimParams
 from testbed.fabric.spec import ClusterSpec
 from testbed.protocol.layout import BlockLayout
-from testbed.protocol.params import SYSTEMS, ProtocolParams
+from testbed.protocol.params import ProtocolParams, system_named
 from tests.support.leaks import leaks
 from tests.support.local_world import ListScript, LocalWorld
 from tests.support.sim_cluster import SimCluster
-from tests.support.worlds import cluster, expected_bytes, seen_bytes, small_params
+from tests.support.worlds import SERVED, cluster, expected_bytes, seen_bytes, small_params
 
 SETTINGS = settings(
     max_examples=20,
@@ -124,7 +124,7 @@ cases = st.builds(
 
 
 @pytest.mark.parametrize("build", [Case.real_bytes, Case.sizes_only], ids=lambda build: build.__name__)
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SERVED)
 @SETTINGS
 @given(case=cases)
 def test_any_workload_on_any_cluster(system: str, build: Build, case: Case) -> None:
@@ -136,7 +136,7 @@ def test_any_workload_on_any_cluster(system: str, build: Build, case: Case) -> N
     assert leaks(world) == []
     assert not world.refusals
     _check_hits(world, case)
-    if not SYSTEMS[system].moves_kv:
+    if not system_named(system).moves_kv:
         assert not world.bytes_via
         return
     expected, seen = expected_bytes(world, outcomes, case.replicas), seen_bytes(world)

@@ -15,9 +15,10 @@ from emulators.agent_driver import Outcome
 from emulators.dram_buffer import DramBuffer
 from testbed.protocol import machine as mc
 from testbed.protocol import messages as m
-from testbed.protocol.params import SYSTEMS
+from testbed.protocol.params import system_named
 from tests.simulation.inject import AGENTS, HOPS, KINDS, MESSAGE_KINDS, TURNS, FaultRun, errors_of
 from tests.support import faults as ft
+from tests.support.worlds import SERVED
 
 NAMED = re.compile(
     r"(AgentDriver|CentralScheduler|GroupLeader|DramBuffer|PrefillEngine|DecodeEngine)[A-Za-z]+TimedOut$"
@@ -114,10 +115,28 @@ def test_write_after_its_grant_was_closed_is_refused_where_it_lands() -> None:
 
 
 @pytest.mark.parametrize("what", KINDS["fetch"])
-@pytest.mark.parametrize("system", [name for name, system in SYSTEMS.items() if system.moves_kv])
+@pytest.mark.parametrize("system", [name for name in SERVED if system_named(name).moves_kv])
 def test_storage_serves_what_it_should_not(what: str, system: str) -> None:
     case = run(f"{system} 3 {what}:disk:1")
     assert errors(case) == {"BlockUnreadable" if what == "unreadable" else "WrongBlockLanded"}
+
+
+@pytest.mark.parametrize("nth", [2, 3])  # one half of a request, or the other
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("drop:PrefixLoaded", "PrefillEngineReadingTimedOut"),
+        ("repeat-late:PrefixLoaded", ""),
+        ("duplicate:LoadLayers", ""),
+        ("unreadable:disk", "BlockUnreadable"),
+        ("misplace:st>snic", "WrongBlockLanded"),
+        ("skip:st>snic", "DramBufferReadingTimedOut"),
+    ],
+)
+def test_one_half_of_a_split_read_ends_the_request_by_name_or_nothing(fault: str, error: str, nth: int) -> None:
+    case = run(f"dualpath-split 3 {fault}:{nth}")
+    assert errors(case) - {"WriteRefused"} == ({error} if error else set())
+    assert {"split"} <= {o.read_side for o in case.world.driver.outcomes}
 
 
 def test_a_full_disk_costs_hits_and_nothing_else() -> None:
@@ -154,7 +173,7 @@ def test_block_made_visible_before_it_is_durable() -> None:
 def test_any_two_faults(seed: int) -> None:
     rng = random.Random(seed)
     faults = [_random_fault(rng) for _ in range(2)]
-    system = rng.choice(["basic", "layerwise", "dual-path-rr", "dualpath", "dualpath"])
+    system = rng.choice(["basic", "layerwise", "dual-path-rr", "dualpath", "dualpath-split"])
     case = FaultRun(f"{system} {rng.randrange(1000)} {' '.join(faults)}")
     assert all(NAMED.match(error) for error in errors_of(case.check()))
 

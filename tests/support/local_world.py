@@ -25,7 +25,7 @@ from testbed.protocol import machine as mc
 from testbed.protocol.grants import GrantTable
 from testbed.protocol.layout import BlockLayout, seal_pieces
 from testbed.protocol.messages import FetchRequests
-from testbed.protocol.params import SYSTEMS, ProtocolParams
+from testbed.protocol.params import ProtocolParams, system_named
 from testbed.protocol.plan import plan_cluster
 from tests.support import faults as ft
 
@@ -109,7 +109,7 @@ class LocalWorld:
     ) -> None:
         self.layout = params.layout
         self.plan = plan_cluster(spec)
-        config = SYSTEMS[system]
+        config = system_named(system)
         self.descriptions = describe_roles(
             self.plan,
             config,

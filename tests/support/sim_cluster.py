@@ -17,7 +17,7 @@ from testbed.fabric.sim.world import SimWorld
 from testbed.fabric.spec import ClusterSpec
 from testbed.ids import DRIVER
 from testbed.protocol import machine as mc
-from testbed.protocol.params import SYSTEMS, ProtocolParams
+from testbed.protocol.params import ProtocolParams, system_named
 from testbed.protocol.plan import plan_cluster
 from tests.support.local_world import VOCAB, FlatCost
 
@@ -43,7 +43,7 @@ class SimCluster:
         self.plan = plan_cluster(spec)
         self.scripts = scripts
         self.bytes_via: Counter[tuple[str, str]] = Counter()
-        config = SYSTEMS[system]
+        config = system_named(system)
         cost: Any = FlatCost()
         self.world = SimWorld(
             spec,

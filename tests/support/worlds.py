@@ -9,11 +9,13 @@ from emulators.agent_driver import Outcome
 from testbed.fabric.spec import ClusterSpec
 from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, node_of, snic_endpoint
 from testbed.protocol.layout import BlockLayout
-from testbed.protocol.params import ProtocolParams
+from testbed.protocol.params import SYSTEMS, ProtocolParams
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
 
 RATE = 10**8
+SERVED = (*SYSTEMS, "dualpath-split")
+"""Systems that differ in what is read and sent where."""
 TINY = BlockLayout(model="tiny", layers=3, block_tokens=4, bytes_per_token_layer=8)
 
 
@@ -42,6 +44,7 @@ def small_params(layout: BlockLayout = TINY, **changes: object) -> ProtocolParam
         "storage_pages": 4,
         "read_window_blocks": 8,
         "persist_window_blocks": 4,
+        "split_least_blocks": 1,
         "wait_deadline_ns": 2_000_000_000,
         "fetch_interval_ns": 2_000_000,
     }
@@ -66,16 +69,14 @@ def expected_bytes(
         pe_dram, pe_hbm = cnic_dram_endpoint(o.prefill_engine), cnic_hbm_endpoint(o.prefill_engine)
         de_dram, de_hbm = cnic_dram_endpoint(o.decode_engine), cnic_hbm_endpoint(o.decode_engine)
         pe_snic, de_snic = (snic_endpoint(node_of(e)) for e in (o.prefill_engine, o.decode_engine))
-        if o.read_side == "pe":
-            total["storage", pe_snic] += hits * block  # 1-2
-            total[pe_dram, pe_hbm] += hits * block  # 3-4
-            total[pe_hbm, de_dram] += prompt_blocks * block  # 5-7, hits and misses
-        elif o.read_side == "de":
-            total["storage", de_snic] += hits * block  # 1-2
-            total[de_dram, pe_hbm] += hits * block  # 3-5
-            total[pe_hbm, de_dram] += (prompt_blocks - hits) * block  # unnumbered: the misses return
-        else:
-            total[pe_hbm, de_dram] += prompt_blocks * block
+        de_hits = {"pe": 0, "de": hits, "split": o.de_hit_tokens // bt, "none": 0}[o.read_side]
+        assert o.de_hit_tokens == de_hits * bt
+        total["storage", pe_snic] += (hits - de_hits) * block  # PE path 1-2
+        total[pe_dram, pe_hbm] += (hits - de_hits) * block  # PE path 3-4
+        total["storage", de_snic] += de_hits * block  # DE path 1-2
+        total[de_dram, pe_hbm] += de_hits * block  # DE path 3-5
+        # PE path 5-7: hits and misses; DE path, unnumbered: the misses return
+        total[pe_hbm, de_dram] += (prompt_blocks - de_hits) * block
         if o.generate_tokens > 1:
             total[de_dram, de_hbm] += prompt_blocks * block  # PE path 8-9, DE path 6-7
         total[de_hbm, de_dram] += (context_full - prompt_full) * block  # every block that decode fills

@@ -15,10 +15,11 @@ from testbed.fabric.spec import ClusterSpec
 from testbed.metrics.ledger import FLOOR_BLOCKS, STORAGE, ServedBy, WireCosts, expected_traffic, settle
 from testbed.protocol import machine as mc
 from testbed.protocol.layout import BlockLayout
-from testbed.protocol.params import SYSTEMS, ProtocolParams
+from testbed.protocol.params import ProtocolParams, system_named
 from testbed.units import MBIT
 from tests.support.local_world import ListScript, LocalWorld
 from tests.support.runs import counter, outcome
+from tests.support.worlds import SERVED
 
 LAYOUT = BlockLayout(model="m", layers=6, block_tokens=4, bytes_per_token_layer=8)
 WIRE = WireCosts(header_bytes=HEADER_BYTES, seal_bytes=SEAL_BYTES)
@@ -26,17 +27,18 @@ SPEC = ClusterSpec(
     name="x", prefill_nodes=1, decode_nodes=2, gpus_per_node=2, storage_servers=2, cnic_rate_bps=MBIT,
     snic_rate_bps=MBIT, pcie_rate_bps=MBIT, dram_rate_bps=MBIT,
 )  # fmt: skip
-PARAMS = ProtocolParams(layout=LAYOUT, layer_group=4, compute_quota_ns=10**12)  # steps of 4 and 2 layers; no chunks
+# Steps of 4 and 2 layers; no chunks.
+PARAMS = ProtocolParams(layout=LAYOUT, layer_group=4, compute_quota_ns=10**12, split_least_blocks=1)
 TURNS = [(9, 4), (6, 1), (4, 8), (1, 3)]  # partial tails, a generation of one, blocks filled in decode
 
 
 def served_by(system: str, params: ProtocolParams = PARAMS) -> ServedBy:
-    params = params_for(SYSTEMS[system], params)
+    params = params_for(system_named(system), params)
     return ServedBy(
         layout=LAYOUT,
         step_layers=tuple(b - a for a, b in params.steps),
         replicas=min(params.replicas, SPEC.storage_servers),
-        moves_kv=SYSTEMS[system].moves_kv,
+        moves_kv=system_named(system).moves_kv,
         wire=WIRE,
     )
 
@@ -61,7 +63,7 @@ def run(system: str, seed: int = 1) -> tuple[Counter[str], list[Outcome]]:
     return found, outcomes
 
 
-@pytest.mark.parametrize("system", sorted(SYSTEMS))
+@pytest.mark.parametrize("system", SERVED)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_step_counts_are_what_the_machines_post(system: str, seed: int) -> None:
     found, outcomes = run(system, seed)
@@ -69,13 +71,15 @@ def test_the_step_counts_are_what_the_machines_post(system: str, seed: int) -> N
     assert +expected == +found
     if system == "dualpath":
         assert {o.read_side for o in outcomes} >= {"pe", "de"} and expected["pe0.dram"] > 0
+    if system == "dualpath-split":
+        assert any(o.read_side == "split" for o in outcomes)
 
 
 def test_a_step_left_out_is_seen() -> None:
     """One round's hits not loaded into the PE: exactly its resources are off."""
     found, outcomes = run("basic")
     reader = next(o for o in outcomes if o.hit_tokens)
-    lied = [replace(o, hit_tokens=0, read_side="none") if o is reader else o for o in outcomes]
+    lied = [replace(o, hit_tokens=0, de_hit_tokens=0, read_side="none") if o is reader else o for o in outcomes]
     off = {k for k, v in expected_traffic(lied, served_by("basic")).items() if v != found[k]}
     assert {"pe0.snic.rx", "storage.snic.tx", "pe0.dram"} <= off
 

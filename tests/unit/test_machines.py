@@ -89,7 +89,7 @@ def test_leader_reports_what_its_engines_and_nodes_have_left() -> None:
     params = small_params()
     leader, capacity = GroupLeader(DE, params), params.de_hbm_pages * TINY.block_tokens
     half, whole = _assignment("r1", 12), _assignment("r2", 8)
-    whole = msgspec.structs.replace(whole, hit_blocks=1, read_side="de")
+    whole = msgspec.structs.replace(whole, hit_blocks=1, de_blocks=1)
 
     def report() -> tuple[int, int, int, int, int]:
         (fetch,) = _sent(leader.handle(mc.DeadlinePassed("fetch"), 1), m.FetchRequests)
@@ -220,7 +220,7 @@ def test_a_decode_step_keeps_the_pages_that_it_reads() -> None:
 
 def _assignment(request_id: str, prompt: int = 8) -> m.Assignment:
     ids = np.arange(prompt, dtype="<u4")
-    return m.Assignment(request_id, ids.tobytes(), TINY.keys(ids), 0, 2, "none", "pe0gpu0", "de0gpu0", "pe0", "de0")
+    return m.Assignment(request_id, ids.tobytes(), TINY.keys(ids), 0, 2, 0, 0, "pe0gpu0", "de0gpu0", "pe0", "de0")
 
 
 def test_a_round_given_up_before_it_was_scheduled_is_let_go_of_then() -> None:
@@ -229,7 +229,7 @@ def test_a_round_given_up_before_it_was_scheduled_is_let_go_of_then() -> None:
     deadline_ns = driver.records["0.0"].deadline_ns
     driver.handle(mc.DeadlinePassed("0.0"), deadline_ns)
     assert driver.outcomes[0].error == "AgentDriverSubmittedTimedOut" and driver.finished
-    actions = driver.handle(mc.Received("scheduler", m.RequestScheduled("0.0", "pe", 0, "pe0gpu0", "de0gpu0")), 1)
+    actions = driver.handle(mc.Received("scheduler", m.RequestScheduled("0.0", "none", 0, 0, "pe0gpu0", "de0gpu0")), 1)
     assert {a.to for a in actions if isinstance(a, mc.Send)} == {"pe0gpu0", "de0gpu0", "pe0", "de0"}
     assert len(_sent(actions, m.AbortRequest)) == 4
 

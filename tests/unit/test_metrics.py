@@ -39,11 +39,13 @@ def test_short_generations_have_no_tpot() -> None:
 
 
 def test_counts_and_bytes_by_path() -> None:
-    rounds = [outcome(), outcome(1, read_side="de", hit_tokens=32), outcome(2, read_side="none", hit_tokens=0)]
+    rounds = [outcome(), outcome(1, read_side="de", hit_tokens=32, de_hit_tokens=32)]
+    rounds += [outcome(2, read_side="none", hit_tokens=0), outcome(3, read_side="split", de_hit_tokens=16)]
     m = metrics_of(Run(outcomes=rounds, tokens_verified=9))
-    assert m.bytes_by_path == {"pe": 640, "de": 320} and m.requests_by_path == {"pe": 1, "de": 1}
-    assert (m.prompt_tokens, m.hit_tokens, m.hit_rate) == (300, 96, 0.32)
-    assert (m.tokens_emitted, m.tokens_verified) == (9, 9)
+    assert m.bytes_by_path == {"pe": 640 + 480, "de": 320 + 160}
+    assert m.requests_by_path == {"pe": 1, "de": 1, "split": 1}
+    assert (m.prompt_tokens, m.hit_tokens, m.hit_rate) == (400, 160, 0.4)
+    assert (m.tokens_emitted, m.tokens_verified) == (12, 9)
 
 
 def test_hits_of_first_turns_are_told_apart() -> None:
@@ -82,7 +84,8 @@ def test_the_plateau_is_of_the_nodes_that_read() -> None:
 )
 def test_a_side_that_should_read_and_does_not_counts(system: str, side: str, least: float) -> None:
     samples = [sample(0, pe0=0, de0=0), sample(10, pe0=9_500, de0=0)]
-    m = metrics_of(Run(system=system, outcomes=[outcome(read_side=side)], samples=samples))
+    by_de = 64 if side == "de" else 0
+    m = metrics_of(Run(system=system, outcomes=[outcome(read_side=side, de_hit_tokens=by_de)], samples=samples))
     assert m.snic_plateau_min == pytest.approx(least)
 
 

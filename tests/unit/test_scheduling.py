@@ -11,6 +11,7 @@ from testbed.protocol.scheduling import (
     select_decode_group,
     select_prefill,
     select_side,
+    select_split,
 )
 
 ALPHA, BETA = 100, 1000
@@ -131,3 +132,27 @@ def test_an_engine_with_more_assigned_than_it_holds_is_given_nothing() -> None:
 @pytest.mark.parametrize(("prefill", "decode", "side"), [(5, 4, "de"), (4, 5, "pe"), (4, 4, "pe"), (0, 0, "pe")])
 def test_shorter_read_queue_reads_and_ties_go_to_the_prefill_side(prefill: int, decode: int, side: str) -> None:
     assert select_side(prefill, decode) == side
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "hits", "least", "by_decode"),
+    [
+        (0, 0, 10, 1, 5),
+        (0, 0, 11, 1, 5),  # the odd block: prefill side
+        (16, 0, 10, 1, 7),  # 16 tokens are four blocks: 4 + 3 = 0 + 7
+        (0, 16, 10, 1, 3),
+        (40, 0, 10, 1, 10),  # the other queue is longer than all hits
+        (0, 400, 10, 1, 0),
+        (24, 0, 10, 3, 10),  # 8 and 2: two are not worth it
+        (24, 0, 10, 2, 8),
+        (0, 24, 10, 3, 0),
+        (0, 0, 5, 3, 0),  # no share can be worth it: one side, ties as ever
+        (5, 0, 5, 3, 5),
+        (0, 5, 5, 3, 0),
+        (0, 0, 1, 1, 0),
+    ],
+)
+def test_a_split_read_ends_on_both_sides_at_once(
+    prefill: int, decode: int, hits: int, least: int, by_decode: int
+) -> None:
+    assert select_split(prefill, decode, hit_blocks=hits, block_tokens=4, least_blocks=least) == by_decode

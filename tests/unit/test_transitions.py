@@ -16,12 +16,11 @@ from testbed.errors import BugError
 from testbed.ids import DRIVER, SCHEDULER
 from testbed.protocol import machine as mc
 from testbed.protocol import messages as m
-from testbed.protocol.params import SYSTEMS
 from testbed.protocol.transitions import TransitionTable
 from tests.support.faults import Delayed
 from tests.support.histories import History, addressed, frozen, histories, messages_seen
 from tests.support.local_world import ListScript, LocalWorld
-from tests.support.worlds import cluster, small_params
+from tests.support.worlds import SERVED, cluster, small_params
 
 MACHINES: dict[str, type[RoleMachine[Any]]] = {
     machine.table.role: machine
@@ -321,7 +320,7 @@ def test_every_arrow_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         {scheduled, first, rest, "RequestCompleted of de"},
         {"PrefillFinished of pe"},
     )
-    plain = itertools.product([*SYSTEMS, *SYSTEMS], [set()], [3_000_000])
+    plain = itertools.product([*SERVED, *SERVED], [set()], [3_000_000])
     runs = [*plain, *itertools.product(["dualpath"], slow, [20_000])]
     for seed, (system, kinds, delay_ns) in enumerate(runs):
         params = small_params(dram_pages=24, de_hbm_pages=20, compute_quota_ns=3 * 8 * 1_000, wait_deadline_ns=10**12)
