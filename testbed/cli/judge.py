@@ -9,6 +9,8 @@ from scenarios.loader import LoadedScenario
 from scenarios.schema import Expectation
 from testbed.fabric.live.blockstore import NO_DEVICE
 from testbed.fabric.live.wire import HEADER_BYTES, SEAL_BYTES
+from testbed.fabric.spec import LaneDiscipline
+from testbed.metrics.collectives import expected_exchanges
 from testbed.metrics.ledger import FLOOR_BLOCKS, LedgerEntry, ServedBy, WireCosts, expected_traffic, settle
 from testbed.metrics.metrics import LinkRates, system_metrics
 from testbed.metrics.summary import LinkRow, PaperUnits, Summary
@@ -34,7 +36,7 @@ def summarise(loaded: LoadedScenario, result: RunResult, world: World = "live") 
         dram_bps=plan.cluster.dram_rate_bps,
     )
     metrics = tuple(
-        system_metrics(run, kv_bytes_per_token=scale.kv_bytes_per_token, nodes=nodes, rates=rates)
+        system_metrics(run, kv_bytes_per_token=scale.kv_bytes_per_token, nodes=nodes, rates=rates, groups=_groups(plan))
         for run in result.systems
     )
     ledger = tuple(entry for run in result.systems for entry in _ledger(plan, configs[run.system], run))
@@ -82,8 +84,20 @@ def _ledger(plan: RunPlan, system: SystemConfig, run: SystemRun) -> Sequence[Led
         moves_kv=system.moves_kv,
         wire=WireCosts(header_bytes=HEADER_BYTES, seal_bytes=SEAL_BYTES),
     )
-    traffic = settle(run.system, expected_traffic(run.outcomes, how), run.counters, params.layout)
+    exchanges = expected_exchanges(run.outcomes, _groups(plan), params.collectives, params.layout.layers, run.reports)
+    traffic = settle(
+        run.system,
+        expected_traffic(run.outcomes, how),
+        run.counters,
+        params.layout,
+        high=exchanges,
+        lanes=plan.cluster.lanes is not LaneDiscipline.NONE,
+    )
     return [*traffic, *_disk_reads(run, FLOOR_BLOCKS * params.layout.full_block_bytes)]
+
+
+def _groups(plan: RunPlan) -> list[tuple[str, ...]]:
+    return [group.engines for group in plan.roles.groups]
 
 
 def _disk_reads(run: SystemRun, floor_bytes: int) -> Sequence[LedgerEntry]:

@@ -21,7 +21,8 @@ what the data plane adds to each write: a header, and a seal per Layer Block.
 
 Which storage server serves a block is decided by queues at run time: the sum over servers is checked, where their
 ports are counted. A prompt prefilled in chunks loads its hits again for every chunk, and what earlier chunks computed
-from the DE buffer. TCP and lower headers are not predicted: counters give payload.
+from the DE buffer. TCP and lower headers are not predicted: counters give payload. Model traffic, in the high lane, is
+predicted apart (``collectives.expected_exchanges``).
 """
 
 from __future__ import annotations
@@ -138,21 +139,44 @@ def _add(ledger: Counter[str], size: int, *resources: str) -> None:
 
 
 def settle(
-    system: str, expected: Mapping[str, int], counters: Mapping[str, CounterView], layout: BlockLayout
+    system: str,
+    expected: Mapping[str, int],
+    counters: Mapping[str, CounterView],
+    layout: BlockLayout,
+    *,
+    high: Mapping[str, int] | None = None,
+    lanes: bool = True,
 ) -> list[LedgerEntry]:
-    """Every counted resource against its prediction, storage servers as one; what should be idle must be."""
+    """Every counted resource against its prediction, storage servers as one; what should be idle must be.
+
+    ``high``: what is expected in the high lane, on top of ``expected``. A NIC's lanes are judged each by itself, or KV
+    in the wrong one would not show in the sum; where there are no ``lanes``, the sum is.
+    """
+    high = high or {}
     measured: Counter[str] = Counter()
+    measured_high: Counter[str] = Counter()
     for name, counter in counters.items():
         host, _, rest = name.partition(".")
-        measured[f"{STORAGE}.{rest}" if host.startswith("st") else name] += counter.data.payload_bytes
+        key = f"{STORAGE}.{rest}" if host.startswith("st") else name
+        apart = counter.high.payload_bytes if lanes and _has_lanes(name) else 0
+        measured[key] += counter.data.payload_bytes - apart
+        if apart or (lanes and _has_lanes(name) and high.get(name)):
+            measured_high[key] += apart
     floor = FLOOR_BLOCKS * layout.full_block_bytes
+
+    def entry(resource: str, found: int, due: int) -> LedgerEntry:
+        error = (found - due) / max(due, floor)
+        return LedgerEntry(system=system, resource=resource, expected_bytes=due, measured_bytes=found, error=error)
+
     return [
-        LedgerEntry(
-            system=system,
-            resource=name,
-            expected_bytes=expected.get(name, 0),
-            measured_bytes=found,
-            error=(found - expected.get(name, 0)) / max(expected.get(name, 0), floor),
-        )
-        for name, found in measured.items()
+        *(
+            entry(name, found, expected.get(name, 0) + (0 if name in measured_high else high.get(name, 0)))
+            for name, found in measured.items()
+        ),
+        *(entry(f"{name} (high lane)", found, high.get(name, 0)) for name, found in measured_high.items()),
     ]
+
+
+def _has_lanes(resource: str) -> bool:
+    """Whether a resource is a NIC: memories and PCIe links have no lanes."""
+    return resource.split(".")[1].startswith(("cnic", "snic"))

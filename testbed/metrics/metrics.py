@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from testbed.metrics.collectives import CollectiveMetrics, Groups, collective_metrics
 from testbed.metrics.views import RoundView, SampleView, SystemView
 from testbed.protocol.params import system_named
 from testbed.units import NS_PER_S
@@ -66,6 +67,8 @@ class SystemMetrics:
     ``read_balance``: bytes into the busiest reading SNIC over the mean of all that could read (Figure 13; 1 is best).
     ``busiest``: over the whole run, how busy the busiest of each kind was: "snic" and "cnic" (of nodes, the busier
     direction), "pcie", "dram", "gpu" (computing). The one near 1 is the one that binds.
+    ``kv_bytes_per_s``: KV that left CNICs for anywhere (read side), all of them together, over the run.
+    ``collectives``: None where there are none.
     """
 
     system: str
@@ -88,6 +91,8 @@ class SystemMetrics:
     read_balance: float
     busiest: Mapping[str, float]
     ttft_shares: Mapping[str, float]
+    kv_bytes_per_s: float
+    collectives: CollectiveMetrics | None = None
 
 
 def distribution(values: Sequence[float]) -> Distribution:
@@ -108,9 +113,11 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def system_metrics(
-    run: SystemView, *, kv_bytes_per_token: int, nodes: Sequence[str], rates: LinkRates
+    run: SystemView, *, kv_bytes_per_token: int, nodes: Sequence[str], rates: LinkRates, groups: Groups = ()
 ) -> SystemMetrics:
-    """All metrics of one system. ``nodes``: every node of the cluster; ``kv_bytes_per_token``: emulated, all layers."""
+    """All metrics of one system. ``nodes``: every node of the cluster; ``kv_bytes_per_token``: emulated, all layers;
+    ``groups``: engines that may have had collectives with each other.
+    """
     done = [r for r in run.outcomes if r.completed_ns and not r.error]
     begin_ns = min((r.submitted_ns for r in run.outcomes), default=0)
     end_ns = max((r.completed_ns for r in run.outcomes), default=begin_ns)
@@ -148,7 +155,15 @@ def system_metrics(
         read_balance=max(into) / (sum(into) / len(into)) if any(into) else 0.0,
         busiest=_busiest(run, nodes, rates, end_ns - begin_ns),
         ttft_shares=_ttft_shares(done),
+        kv_bytes_per_s=_kv_bytes(run) * NS_PER_S / (end_ns - begin_ns) if end_ns > begin_ns else 0.0,
+        collectives=collective_metrics(run.reports, groups, end_ns - begin_ns),
     )
+
+
+def _kv_bytes(run: SystemView) -> int:
+    """Payload that left CNICs, model traffic aside."""
+    cnics = [c for name, c in run.counters.items() if ".cnic" in name and name.endswith(".read")]
+    return sum(c.data.payload_bytes - c.high.payload_bytes for c in cnics)
 
 
 def _busiest(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_ns: int) -> dict[str, float]:

@@ -106,6 +106,8 @@ class Summary:
     def _system(self, m: SystemMetrics) -> dict[str, Any]:
         document = asdict(m)
         del document["system"]
+        if m.collectives is None:
+            del document["collectives"]
         document["paper"] = {
             "jct_s": m.jct_s / self.units.time,
             "ttft_s": self.units.seconds(m.ttft_s),

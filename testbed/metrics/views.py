@@ -54,6 +54,11 @@ class CounterView(Protocol):
         ...
 
     @property
+    def high(self) -> ClassView:
+        """The high lane's part of it: model traffic. None where there are no lanes, or where they are not counted."""
+        ...
+
+    @property
     def drops(self) -> int:
         """Packets dropped."""
         ...

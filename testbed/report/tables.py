@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from testbed.metrics.collectives import CollectiveMetrics, Latency
 from testbed.metrics.ledger import LedgerEntry
 from testbed.metrics.metrics import Distribution, SystemMetrics
 from testbed.metrics.summary import Summary
@@ -52,10 +56,36 @@ def systems_table(summary: Summary) -> Table:
         rows.append(("hits of first turns, tokens", [f"{m.first_turn_hit_tokens:,}" for m in summary.systems]))
     for node in summary.systems[0].snic_utilisation if summary.systems else ():
         rows.append((f"{node} SNIC busy, run / plateau", [_use(m, node) for m in summary.systems]))
+    rows += _collective_rows(summary)
     rows.append(("tokens verified", [f"{m.tokens_verified:,} of {m.tokens_emitted:,}" for m in summary.systems]))
     for name, cells in rows:
         table.add_row(name, *cells)
     return table
+
+
+def _collective_rows(summary: Summary) -> list[tuple[str, list[str]]]:
+    """Latencies of collectives, bubbles and balance, if any system had collectives."""
+    seen = [m.collectives for m in summary.systems]
+    if not any(seen):
+        return []
+
+    def cells(show: Callable[[CollectiveMetrics], str]) -> list[str]:
+        return [show(c) if c is not None else "" for c in seen]
+
+    rows = []
+    for kind, title in (("pe", "prefill"), ("de", "decode")):
+        for name in ("dispatch", "combine"):
+            latencies = cells(partial(_latency_cell, name=f"{name}_s", kind=kind))
+            rows.append((f"{name} in {title}, ms", latencies))
+    shares = cells(lambda c: f"{c.bubble_share['pe']:.0%} / {c.bubble_share['de']:.0%}")
+    rows.append(("bubbles of PEs / DEs", shares))
+    rows.append(("attention time, max/avg", cells(lambda c: f"{c.attention_balance:.2f}")))
+    return rows
+
+
+def _latency_cell(collectives: CollectiveMetrics, name: str, kind: str) -> str:
+    latency: Latency = getattr(collectives, name)[kind]
+    return " / ".join(f"{1000 * value:.2f}" for value in (latency.mean, latency.p50, latency.p99))
 
 
 def verdict_table(summary: Summary) -> Table:
