@@ -1,133 +1,159 @@
-"""A CNIC's wire, judged from a capture on it: lanes, acknowledgements and bytes, without asking our own counters first.
+"""A CNIC's wire, judged from a capture on it: lanes, order and bytes, without asking our own counters first.
 
-The socket is a plain AF_PACKET one (scapy's own sniffers look interfaces up in the namespace they were imported in);
-scapy takes the packets apart.
+The product records; scapy takes the packets apart and has to agree with our own reader.
 """
 
 from __future__ import annotations
 
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import pytest
 from scapy.layers.inet import IP, TCP
-from scapy.layers.l2 import Ether
+from scapy.layers.l2 import CookedLinuxV2
+from scapy.utils import PcapReader
 
+from testbed.capture.lanes import Cargo, DirectionVerdict, Lane, LaneWaits, judge, waits
+from testbed.capture.packets import Flow as Connection
+from testbed.capture.packets import Packet, read_packets
+from testbed.fabric.live import link_control
 from testbed.fabric.live.counters import read_counters
 from testbed.fabric.live.lanes import EXPEDITED_FORWARDING, SMALL_PACKET_BYTES
 from testbed.fabric.live.network import Network
+from testbed.fabric.live.recorder import LEAVING, Recording, recording
 from testbed.fabric.live.streams import Flow, run_streams
 from tests.live.sandboxed import in_sandbox, small_spec
 
 pytestmark = pytest.mark.live
 
-KV_BYTES, HIGH_BYTES = 1_500_000, 600_000
-MOST_PACKETS = 20_000
-HEADERS_BYTES = 128
-NOT_PERMITTED = "AF_PACKET: "
-_ALL_PROTOCOLS = 0x0003
-_PACKET_OUTGOING = 4
-_SOL_PACKET, _PACKET_STATISTICS = 263, 6
-
-Sighting = tuple[bool, bytes]
-"""Whether a packet left (or entered), and its headers."""
-
-
-class Packet:
-    """What the headers of one captured packet (or super-packet) say."""
-
-    def __init__(self, sighting: Sighting) -> None:
-        self.left, headers = sighting
-        ip = Ether(headers)[IP]
-        self.ends = (ip.src, ip.dst)
-        self.tos = ip.tos
-        self.ip_bytes = ip.len
-        self.payload_bytes = ip.len - 4 * ip.ihl - 4 * ip[TCP].dataofs
+MODEL = Flow(
+    name="model", source="pe0gpu0.cnic", destination="pe0gpu1.cnic", tos=EXPEDITED_FORWARDING, size_bytes=600_000
+)
+KV = Flow(name="kv", source="pe0.cnic0", destination="pe0gpu0.cnic", size_bytes=1_500_000)
+"""From a node's DRAM to HBM, out of the CNIC that the model's stream leaves by, and into it again."""
+CNIC, DRAM_SIDE, HBM_SIDE = "pe0.cnic0", "pe0.mem0", "pe0gpu0.cnic"
+ENDPOINTS = {name: int.from_bytes(bytes(map(int, endpoint.address.split("."))), "big")
+             for name, endpoint in Network(small_spec()).endpoints.items()}  # fmt: skip
+MOST_KV_SHARE = 0.1
+"""While the high lane has something to send: 1 % is KV's, and the packet that is under way when it begins."""
+LEAST_OVERTAKEN_BYTES = 16_000
 
 
-@contextmanager
-def capture(network: Network, host: str, device: str) -> Iterator[Callable[[], list[Sighting]]]:
-    """What crosses a device, both ways; the list is complete once the function has returned it."""
-    with network.inside(host):
-        sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # deaf until it is bound
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 23)
-    sock.bind((device, _ALL_PROTOCOLS))
-    sock.settimeout(0.2)
-    seen: list[Sighting] = []
-    over = threading.Event()
+@dataclass(frozen=True)
+class Watched:
+    """What was recorded of each link, and what the kernel's counters say of the CNIC."""
 
-    def listen() -> None:
-        while len(seen) < MOST_PACKETS:
-            try:
-                headers, (_, _, kind, *_) = sock.recvfrom(HEADERS_BYTES)
-            except TimeoutError:
-                if over.is_set():
-                    return
-                continue
-            seen.append((kind == _PACKET_OUTGOING, headers))
-
-    thread = threading.Thread(target=listen, daemon=True)
-    thread.start()
-
-    def finish() -> list[Sighting]:
-        over.set()
-        thread.join()
-        _, lost = struct.unpack("=II", sock.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))
-        assert lost == 0, "the capture has holes"
-        assert len(seen) < MOST_PACKETS
-        return seen
-
-    try:
-        yield finish
-    finally:
-        over.set()
-        thread.join()
-        sock.close()
+    files: dict[str, bytes]
+    recordings: list[Recording]
+    counted: dict[str, int]
 
 
-def watch_a_cnic() -> tuple[list[Sighting], dict[str, int]] | str:
-    """In the sandbox: KV from node DRAM to HBM, and a model's stream out of the same CNIC. Captured, and counted."""
-    flows = [
-        Flow(name="kv", source="pe0.cnic0", destination="pe0gpu0.cnic", size_bytes=KV_BYTES),
-        Flow(
-            name="model", source="pe0gpu0.cnic", destination="pe0gpu1.cnic",
-            tos=EXPEDITED_FORWARDING, size_bytes=HIGH_BYTES,
-        ),
-    ]  # fmt: skip
-    with Network(small_spec()) as network:
-        try:
-            with capture(network, "pe0", "cnic0") as finish:
-                run_streams(network, flows, seconds=0, warm_up_s=0)
-                seen = finish()
-        except PermissionError as error:
-            return f"{NOT_PERMITTED}{error}"
+def watch(
+    names: tuple[str, ...], flows: tuple[Flow, ...], change: Callable[[Network], None] = lambda network: None
+) -> Watched:
+    """In the sandbox: run streams over a network that was changed, and record."""
+    with Network(small_spec()) as network, tempfile.TemporaryDirectory() as folder:
+        change(network)
+        with recording(network, names, Path(folder)) as found:
+            run_streams(network, flows, seconds=0, warm_up_s=0)
         counted = read_counters(network)
-    return seen, {way: counted[f"pe0.cnic0.{way}"].data.payload_bytes for way in ("read", "write")}
+        files = {one.link: Path(one.file).read_bytes() for one in found}
+    return Watched(files, found, {way: counted[f"{CNIC}.{way}"].data.payload_bytes for way in ("read", "write")})
 
 
-def test_a_capture_agrees_with_the_lanes_and_the_counters() -> None:
-    found = in_sandbox(watch_a_cnic)
-    if isinstance(found, str):
-        pytest.skip(found)
-    packets, counted = [Packet(sighting) for sighting in found[0]], found[1]
-    endpoints = Network(small_spec()).endpoints
-    dram, hbm, other = (endpoints[name].address for name in ("pe0.cnic0", "pe0gpu0.cnic", "pe0gpu1.cnic"))
-    data = [packet for packet in packets if packet.payload_bytes]
+def packets_of(tmp_path: Path, data: bytes) -> list[Packet]:
+    path = tmp_path / "x.pcap"
+    path.write_bytes(data)
+    return list(read_packets(path))
 
-    assert {packet.tos >> 2 for packet in data if packet.ends == (dram, hbm)} == {0}
-    assert {packet.tos for packet in data if packet.ends == (hbm, other)} == {EXPEDITED_FORWARDING}
-    assert {packet.ends for packet in data} == {(dram, hbm), (hbm, other)}
 
-    pure = [packet for packet in packets if not packet.payload_bytes]
+def cargo_of(connection: Connection) -> Cargo:
+    """What the streams of these tests carry, by the memories that they join."""
+    source, destination = connection[:2]
+    kv = {(ENDPOINTS[KV.source], ENDPOINTS[KV.destination]), (ENDPOINTS["pe0.copy0"], ENDPOINTS["pe0gpu0.copy"])}
+    return Cargo.KV if (source, destination) in kv or (destination, source) in kv else Cargo.MODEL
+
+
+def test_our_reader_agrees_with_scapy_and_both_with_the_counters(tmp_path: Path) -> None:
+    seen = in_sandbox(partial(watch, (CNIC,), (KV, MODEL)))
+    (found,) = seen.recordings
+    assert (found.lost, found.beyond, found.failure) == (0, 0, "")
+    ours = packets_of(tmp_path, seen.files[CNIC])
+    with PcapReader(str(tmp_path / "x.pcap")) as reader:
+        theirs = list(reader)
+    assert len(ours) == len(theirs) == found.packets
+    for packet, other in zip(ours, theirs, strict=True):
+        ip, tcp = other[IP], other[TCP]
+        assert packet.leaving is (other[CookedLinuxV2].pkttype == LEAVING)
+        assert packet.flow[2:] == (tcp.sport, tcp.dport)
+        assert ".".join(map(str, packet.flow[0].to_bytes(4, "big"))) == ip.src
+        assert (packet.tos, packet.ip_bytes, packet.sequence) == (ip.tos, ip.len, tcp.seq)
+        assert packet.payload_bytes == ip.len - 4 * ip.ihl - 4 * tcp.dataofs
+        assert packet.at_ns == pytest.approx(int(other.time * 10**9), abs=1000)
+
+    pure = [packet for packet in ours if not packet.payload_bytes]
     assert pure
     assert max(packet.ip_bytes for packet in pure) < SMALL_PACKET_BYTES
+    left, entered = judge(ours, cargo_of)
+    assert (left.lanes[Lane.KV].dscp, left.lanes[Lane.HIGH].dscp) == ({0}, {EXPEDITED_FORWARDING >> 2})
+    assert left.misplaced == entered.misplaced == {}
+    assert left.cargo_bytes[Cargo.KV] == entered.cargo_bytes[Cargo.KV], "a local copy comes in by the CNIC it left by"
+    assert left.cargo_bytes[Cargo.KV] >= KV.size_bytes
+    assert entered.cargo_bytes[Cargo.MODEL] == 0, "what goes to another GPU does not"
+    assert sum(left.cargo_bytes.values()) == pytest.approx(seen.counted["read"], rel=0.005)
+    assert sum(entered.cargo_bytes.values()) == pytest.approx(seen.counted["write"], rel=0.005)
 
-    left, entered = ([packet for packet in data if packet.left is way] for way in (True, False))
-    local = [sum(p.payload_bytes for p in side if p.ends == (dram, hbm)) for side in (left, entered)]
-    assert local[0] == local[1] >= KV_BYTES, "what leaves DRAM for HBM comes back in by the same CNIC"
-    assert not [p for p in entered if p.ends == (hbm, other)], "what goes to another GPU does not"
-    assert sum(p.payload_bytes for p in left) == pytest.approx(counted["read"], rel=0.005)
-    assert sum(p.payload_bytes for p in entered) == pytest.approx(counted["write"], rel=0.005)
+
+def complaints(left: DirectionVerdict, entered: DirectionVerdict, queue: LaneWaits) -> list[str]:
+    """What the wire says against the lanes of the CNIC that both streams leave by."""
+    found = []
+    if min(left.cargo_bytes[Cargo.KV], entered.cargo_bytes[Cargo.KV]) < KV.size_bytes:
+        found.append("KV goes past the CNIC")
+    if left.misplaced or entered.misplaced:
+        found.append("a stream has the other one's mark")
+    if queue.kv_share > MOST_KV_SHARE:
+        found.append("KV is not held back")
+    if queue.most_overtaken < LEAST_OVERTAKEN_BYTES:
+        found.append("the model's packets do not overtake KV")
+    return found
+
+
+def without_filter(network: Network) -> None:
+    link_control.remove_filter(network, f"{CNIC}.read", 1)
+
+
+def with_lanes_swapped(network: Network) -> None:
+    link_control.swap_lanes(network, f"{CNIC}.read")
+
+
+PAST_THE_CNIC = Flow(name="kv", source="pe0.copy0", destination="pe0gpu0.copy", size_bytes=KV.size_bytes)
+MISMARKED = Flow(
+    name="kv", source=KV.source, destination=KV.destination, size_bytes=KV.size_bytes, tos=EXPEDITED_FORWARDING
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "kv", "expected"),
+    [
+        (lambda network: None, KV, []),
+        (without_filter, KV, ["KV is not held back"]),
+        (with_lanes_swapped, KV, ["KV is not held back", "the model's packets do not overtake KV"]),
+        (lambda network: None, PAST_THE_CNIC, ["KV goes past the CNIC"]),
+        (lambda network: None, MISMARKED, ["a stream has the other one's mark"]),
+    ],
+    ids=["whole", "filter-removed", "lanes-swapped", "copy-engine", "kv-marked-EF"],
+)
+def test_the_wire_shows_lanes_that_work_and_lanes_that_do_not(
+    tmp_path: Path, change: Callable[[Network], None], kv: Flow, expected: list[str]
+) -> None:
+    seen = in_sandbox(partial(watch, (CNIC, DRAM_SIDE, HBM_SIDE), (kv, MODEL), change))
+    packets = {name: packets_of(tmp_path, data) for name, data in seen.files.items()}
+    left, entered = judge(packets[CNIC], cargo_of)
+    entering = [packet for side in (DRAM_SIDE, HBM_SIDE) for packet in packets[side] if packet.leaving]
+    leaving = [packet for packet in packets[CNIC] if packet.leaving and packet.payload_bytes]
+    queue = waits(entering, leaving)
+    found = complaints(left, entered, queue)
+    assert found[: len(expected)] == expected if expected else not found, (left, entered, queue)

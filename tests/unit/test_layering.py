@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "testbed.kvmodel",
         "testbed.trace",
     },
+    "testbed.capture": {"testbed.units", "testbed.errors", "testbed.fabric.live"},
     "testbed.fabric.check": {"testbed.errors", "testbed.ids", "testbed.protocol"},
     "testbed.fabric.sim": {
         "testbed.units",

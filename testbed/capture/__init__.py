@@ -1,0 +1,1 @@
+"""What packets on the wire say of the lanes, independent of our own counters."""
