@@ -15,7 +15,17 @@ from emulators.kv_index import KvIndex
 from emulators.prefill_engine import PrefillEngine
 from emulators.storage_server import StorageServer
 from testbed.fabric.spec import NodeKind
-from testbed.ids import DRIVER, INDEX, SCHEDULER, cnic_dram_endpoint, cnic_hbm_endpoint, node_of, snic_endpoint
+from testbed.ids import (
+    DRIVER,
+    INDEX,
+    SCHEDULER,
+    cnic_dram_endpoint,
+    cnic_hbm_endpoint,
+    copy_dram_endpoint,
+    copy_hbm_endpoint,
+    node_of,
+    snic_endpoint,
+)
 from testbed.protocol.batching import CostModel
 from testbed.protocol.machine import Machine
 from testbed.protocol.params import ProtocolParams, SystemConfig
@@ -79,7 +89,7 @@ def describe_roles(
     )
     for group in plan.groups:
         for node in group.nodes:
-            roles.append(_dram(node, plan, params))
+            roles.append(_dram(node, plan, system, params))
         for engine in group.engines:
             roles.append(_engine(engine, group, system, params, cost))
         roles.append(
@@ -93,14 +103,15 @@ def describe_roles(
     return roles
 
 
-def _dram(node: str, plan: ClusterPlan, params: ProtocolParams) -> RoleDescription:
+def _dram(node: str, plan: ClusterPlan, system: SystemConfig, params: ProtocolParams) -> RoleDescription:
     engines = [e for e in plan.group_of_node(node).engines if node_of(e) == node]
+    direct = [copy_dram_endpoint(e) for e in engines] if system.direct_copies else []
     return RoleDescription(
         name=node,
         host=node,
-        make=lambda: DramBuffer(node, plan, params),
+        make=lambda: DramBuffer(node, plan, params, direct_copies=system.direct_copies),
         memory_bytes=(params.dram_pages + params.stage_pages) * params.layout.full_block_bytes,
-        endpoints=(snic_endpoint(node), *(cnic_dram_endpoint(e) for e in engines)),
+        endpoints=(snic_endpoint(node), *(cnic_dram_endpoint(e) for e in engines), *direct),
     )
 
 
@@ -112,12 +123,13 @@ def _engine(
         if group.kind is NodeKind.PE
         else (DecodeEngine, params.de_hbm_pages * params.layout.full_block_bytes)
     )
+    direct = (copy_hbm_endpoint(engine),) if system.direct_copies else ()
     return RoleDescription(
         name=engine,
         host=engine,
         make=lambda: machine(engine, group.leader, system, params, cost, _expert_group(engine, group, params)),
         memory_bytes=memory_bytes,
-        endpoints=(cnic_hbm_endpoint(engine),),
+        endpoints=(cnic_hbm_endpoint(engine), *direct),
         has_gpu=True,
         exchanges_with=tuple(e for e in group.engines if e != engine) if params.collectives else (),
     )

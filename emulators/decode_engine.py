@@ -17,7 +17,7 @@ import numpy as np
 from emulators.base import Record, participants, unexpected
 from emulators.collectives import EXPERTS_ID, ExpertGroup, GroupMember, Phase
 from testbed.errors import PeerError
-from testbed.ids import DRIVER, INDEX, cnic_hbm_endpoint
+from testbed.ids import DRIVER, INDEX, hbm_endpoint, is_copy_endpoint
 from testbed.protocol import messages as m
 from testbed.protocol.batching import CostModel
 from testbed.protocol.grants import GrantIssuer, Landing
@@ -36,7 +36,6 @@ from testbed.protocol.machine import (
     OpenGrant,
     ShardArrived,
     Started,
-    Write,
     WriteCompleted,
     WriteFailed,
     WriteLanded,
@@ -230,7 +229,7 @@ class DecodeEngine(GroupMember[_Sequence]):
             layer_begin=0,
             layer_end=layout.layers,
         )
-        ref = self.issuer.issue(cnic_hbm_endpoint(self.role), landing)
+        ref = self.issuer.issue(hbm_endpoint(self.role, direct=self.system.direct_copies), landing)
         sequence.grant_id = ref.grant_id
         self.landing[ref.grant_id] = a.request_id
         self.out.add(OpenGrant(ref, landing))
@@ -343,7 +342,7 @@ class DecodeEngine(GroupMember[_Sequence]):
         self.out.send(sequence.assignment.decode_node, m.StageBlock(sequence.request_id, key, parent))
 
     def _copy_out(self, sequence: _Sequence, message: m.StageOpened) -> None:
-        """D2H of a full block through the CNIC; its page stays until the copy has ended."""
+        """D2H of a full block, by the path that the DRAM grants; its page stays until the copy has ended."""
         if message.key not in sequence.unsettled or message.key not in sequence.keys.full:
             raise PeerError(f"{self.role}: room for block {message.key:016x}, which has not been asked for")
         self.move(sequence, "StageOpened", sequence.state)
@@ -355,7 +354,8 @@ class DecodeEngine(GroupMember[_Sequence]):
         write_id = self._new_id()
         self.copies[write_id] = (sequence.request_id, page)
         size = self.params.layout.full_block_bytes
-        self.out.add(Write(write_id, message.grant, cnic_hbm_endpoint(self.role), (self.hbm.offset(page),), size))
+        via = hbm_endpoint(self.role, direct=is_copy_endpoint(message.grant.endpoint))
+        self.out.add(self.params.submission.write(write_id, message.grant, via, (self.hbm.offset(page),), size))
 
     # --- the end -------------------------------------------------------------------------------------------------
 

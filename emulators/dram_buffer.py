@@ -1,12 +1,12 @@
 """A node's DRAM: owner of the PE buffer or DE buffer, doing the traffic managers' work (paper 4.1, A.4).
 
 PE node: reads hits from storage into the PE buffer (PE path 1-2), writes their Layer Blocks to the PE's HBM through
-its CNIC (3-4). DE node: holds the whole prompt KV of a request. On the DE path it reads the hits from storage into the
-DE buffer (DE path 1-2) and writes their Layer Blocks to the PE (3-5); on both paths it takes the layers that the PE
-sends (PE path 5-7: hits and misses; DE path: misses only, merged at their place), and after prefill writes Full Blocks
-to the DE's HBM (8-9 / 6-7) and frees the memory. A split read is both at once, each node with its own range of blocks.
-It persists new full blocks: the prompt's straight from the DE buffer, generated ones through a staging page (D2H
-through the CNIC).
+its CNIC (3-4; or over the copy engine, if the PE grants that). DE node: holds the whole prompt KV of a request. On the
+DE path it reads the hits from storage into the DE buffer (DE path 1-2) and writes their Layer Blocks to the PE (3-5);
+on both paths it takes the layers that the PE sends (PE path 5-7: hits and misses; DE path: misses only, merged at
+their place), and after prefill writes Full Blocks to the DE's HBM (8-9 / 6-7) and frees the memory. A split read is
+both at once, each node with its own range of blocks. It persists new full blocks: the prompt's straight from the DE
+buffer, generated ones through a staging page (D2H).
 
 Order of acquisition, the same for every request, so that waiting for memory cannot be circular: DE buffer, PE buffer,
 HBM; staging pages are a pool apart.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from emulators.base import Record, RoleMachine, participants, unexpected
 from emulators.persister import Persister, PersistJob
 from testbed.errors import PeerError
-from testbed.ids import cnic_dram_endpoint, snic_endpoint
+from testbed.ids import cnic_dram_endpoint, dram_endpoint, is_copy_endpoint, snic_endpoint
 from testbed.protocol import messages as m
 from testbed.protocol.grants import GrantIssuer, GrantRef, Landing
 from testbed.protocol.machine import (
@@ -31,7 +31,6 @@ from testbed.protocol.machine import (
     LandingRefused,
     OpenGrant,
     Started,
-    Write,
     WriteCompleted,
     WriteFailed,
     WriteLanded,
@@ -158,8 +157,9 @@ class DramBuffer(RoleMachine[Held]):
 
     table = TABLE  # type: ignore[assignment]
 
-    def __init__(self, node: str, plan: ClusterPlan, params: ProtocolParams) -> None:
+    def __init__(self, node: str, plan: ClusterPlan, params: ProtocolParams, *, direct_copies: bool = False) -> None:
         super().__init__(node, params)
+        self.direct_copies = direct_copies
         self.plan = plan
         self.leader = plan.group_of_node(node).leader
         page_bytes = params.layout.full_block_bytes
@@ -325,7 +325,8 @@ class DramBuffer(RoleMachine[Held]):
         offset, size = self.params.layout.layer_slice(message.layer_begin, message.layer_end)
         pages = held.pages_of(message.first_block, message.block_count)
         engine = a.prefill_engine if held.prefill_side else a.decode_engine
-        self._write(held, message.grant, cnic_dram_endpoint(engine), pages, offset, size, fills_hbm=False)
+        layers = message.layer_end - message.layer_begin
+        self._write(held, message.grant, engine, pages, offset, size, fills_hbm=False, blocks_each=layers)
 
     def _open_layer_writes(self, message: m.OpenLayerWrites) -> None:
         held = self.find(message.request_id, "OpenLayerWrites")
@@ -388,8 +389,8 @@ class DramBuffer(RoleMachine[Held]):
         if held is None:
             return
         self.move(held, "LoadPrompt", _F)
-        via = cnic_dram_endpoint(held.assignment.decode_engine)
-        self._write(held, message.grant, via, held.pages, 0, self.params.layout.full_block_bytes, fills_hbm=True)
+        engine, size = held.assignment.decode_engine, self.params.layout.full_block_bytes
+        self._write(held, message.grant, engine, held.pages, 0, size, fills_hbm=True, blocks_each=1)
 
     def _free(self, held: Held) -> None:
         """The request needs its buffer no more; writes in flight and blocks being persisted still hold their pages."""
@@ -418,7 +419,8 @@ class DramBuffer(RoleMachine[Held]):
                 layer_begin=0,
                 layer_end=self.params.layout.layers,
             )
-            ref = self.issuer.issue(cnic_dram_endpoint(held.assignment.decode_engine), landing)
+            engine = held.assignment.decode_engine
+            ref = self.issuer.issue(dram_endpoint(engine, direct=self.direct_copies), landing)
             self.out.add(OpenGrant(ref, landing))
             self.owners[ref.grant_id] = stage.request_id
             held.staged[ref.grant_id] = _Stage(stage.request_id, stage.key, stage.parent, pages[0])
@@ -498,12 +500,24 @@ class DramBuffer(RoleMachine[Held]):
         return ref
 
     def _write(
-        self, held: Held, ref: GrantRef, via: str, pages: tuple[int, ...], offset: int, size: int, *, fills_hbm: bool
+        self,
+        held: Held,
+        ref: GrantRef,
+        engine: str,
+        pages: tuple[int, ...],
+        offset: int,
+        size: int,
+        *,
+        fills_hbm: bool,
+        blocks_each: int,
     ) -> None:
+        """Post for ``engine``'s traffic manager, by the path that the HBM's owner grants."""
+        via = dram_endpoint(engine, direct=is_copy_endpoint(ref.endpoint))
         write_id = self._new_write_id()
         self.buffer.retain(pages)
         self.writes[write_id] = _Posted(held.request_id, pages, fills_hbm)
-        self.out.add(Write(write_id, ref, via, tuple(self.buffer.offset(p) + offset for p in pages), size))
+        pieces = tuple(self.buffer.offset(p) + offset for p in pages)
+        self.out.add(self.params.submission.write(write_id, ref, via, pieces, size, blocks_each=blocks_each))
 
     def _new_write_id(self) -> int:
         self._next_write += 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from emulators.base import Record, participants, unexpected
 from emulators.collectives import EXPERTS_ID, ExpertGroup, GroupMember, Phase
 from testbed.errors import PeerError
-from testbed.ids import DRIVER, cnic_hbm_endpoint
+from testbed.ids import DRIVER, cnic_hbm_endpoint, hbm_endpoint, node_of
 from testbed.protocol import messages as m
 from testbed.protocol.batching import Candidate, Chunk, CostModel, pack_forward
 from testbed.protocol.grants import GrantIssuer, GrantRef, Landing
@@ -36,7 +36,6 @@ from testbed.protocol.machine import (
     PrefillItem,
     ShardArrived,
     Started,
-    Write,
     WriteCompleted,
     WriteFailed,
     WriteLanded,
@@ -315,7 +314,9 @@ class PrefillEngine(GroupMember[_Prompt]):
             landing = Landing(
                 pieces=pieces, piece_bytes=size, keys=a.keys[first:last], layer_begin=step.begin, layer_end=step.end
             )
-            ref = self.issuer.issue(cnic_hbm_endpoint(self.role), landing)
+            # The copy engine reaches no further than the own node.
+            direct = self.system.direct_copies and node == node_of(self.role)
+            ref = self.issuer.issue(hbm_endpoint(self.role, direct=direct), landing)
             self.out.add(OpenGrant(ref, landing))
             self.loads[ref.grant_id] = (step, share)
             share.loads_left += 1
@@ -448,7 +449,9 @@ class PrefillEngine(GroupMember[_Prompt]):
                 write_id = self._new_id()
                 self.flushes[write_id] = (step, share)
                 share.posted = True
-                self.out.add(Write(write_id, grants[step.index], cnic_hbm_endpoint(self.role), pieces, size))
+                via, layers = cnic_hbm_endpoint(self.role), step.end - step.begin
+                cost = self.params.submission
+                self.out.add(cost.write(write_id, grants[step.index], via, pieces, size, blocks_each=layers))
 
     def _flushed(self, share: _Share) -> None:
         share.flushed = True

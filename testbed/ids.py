@@ -31,6 +31,38 @@ def cnic_hbm_endpoint(engine: str) -> str:
     return f"{engine}.cnic"
 
 
+def copy_dram_endpoint(engine: str) -> str:
+    """DRAM side of the engine's direct PCIe link, which its copy engine uses: ``pe0gpu3`` -> ``pe0.copy3``."""
+    return f"{node_of(engine)}.copy{gpu_index(engine)}"
+
+
+def copy_hbm_endpoint(engine: str) -> str:
+    """HBM side of the engine's direct PCIe link: ``pe0gpu3`` -> ``pe0gpu3.copy``."""
+    return f"{engine}.copy"
+
+
+def dram_endpoint(engine: str, *, direct: bool) -> str:
+    """DRAM side of the engine's CNIC, or of its direct PCIe link."""
+    return copy_dram_endpoint(engine) if direct else cnic_dram_endpoint(engine)
+
+
+def hbm_endpoint(engine: str, *, direct: bool) -> str:
+    """HBM side of the engine's CNIC, or of its direct PCIe link."""
+    return copy_hbm_endpoint(engine) if direct else cnic_hbm_endpoint(engine)
+
+
+def is_copy_endpoint(endpoint: str) -> bool:
+    """Whether an endpoint is a side of a direct PCIe link."""
+    return ".copy" in endpoint
+
+
+def engine_of(endpoint: str) -> str:
+    """The engine that a side of a CNIC or direct link belongs to: ``pe0.cnic3`` or ``pe0gpu3.copy`` -> ``pe0gpu3``."""
+    host, port = endpoint.split(".")
+    number = port.lstrip("abcdefghijklmnopqrstuvwxyz")
+    return f"{host}gpu{number}" if number else host
+
+
 def snic_endpoint(host: str) -> str:
     """SNIC of a node or storage server: ``pe0`` -> ``pe0.snic``."""
     return f"{host}.snic"

@@ -82,6 +82,7 @@ def _ledger(plan: RunPlan, system: SystemConfig, run: SystemRun) -> Sequence[Led
         step_layers=tuple(end - begin for begin, end in params.steps),
         replicas=min(params.replicas, len(plan.roles.storage)),
         moves_kv=system.moves_kv,
+        direct_copies=system.direct_copies,
         wire=WireCosts(header_bytes=HEADER_BYTES, seal_bytes=SEAL_BYTES),
     )
     exchanges = expected_exchanges(run.outcomes, _groups(plan), params.collectives, params.layout.layers, run.reports)

@@ -16,8 +16,9 @@ write-back                 new full blocks x replicas: DE DRAM, SNIC   the same
 
 Of a split read the PE path has the hits that the PE node reads, and all misses; the DE path the other hits.
 
-PCIe of a GPU carries what its HBM sends and receives; DRAM of a node all that enters or leaves it. To the KV comes
-what the data plane adds to each write: a header, and a seal per Layer Block.
+Where local copies go over the copy engine (steps 3-4, 8-9 of the PE path, 6-7 of the DE path, generated blocks), they
+take DRAM and PCIe and no CNIC. PCIe of a GPU carries what its HBM sends and receives; DRAM of a node all that enters
+or leaves it. To the KV comes what the data plane adds to each write: a header, and a seal per Layer Block.
 
 Which storage server serves a block is decided by queues at run time: the sum over servers is checked, where their
 ports are counted. A prompt prefilled in chunks loads its hits again for every chunk, and what earlier chunks computed
@@ -61,13 +62,15 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedBy:
-    """How a system serves: layers of each step (all layers in one without layerwise prefill), replicas, KV at all."""
+    """How a system serves: layers of each step (all layers in one without layerwise prefill), replicas, KV at all, and
+    whether local copies go over the copy engine."""
 
     layout: BlockLayout
     step_layers: tuple[int, ...]
     replicas: int
     moves_kv: bool
     wire: WireCosts
+    direct_copies: bool = False
 
 
 def expected_traffic(rounds: Sequence[RoundView], how: ServedBy) -> Counter[str]:
@@ -92,11 +95,13 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
     def by_step(blocks: int) -> int:
         return sum(_write_bytes(how, blocks, layers) for layers in how.step_layers) if blocks else 0
 
+    within_pe = () if how.direct_copies else (pe.cnic_read, pe.cnic_write)
+    within_de = () if how.direct_copies else (de.cnic_read, de.cnic_write)
     for reader, read in ((pe, hits - de_hits), (de, de_hits)):
         _add(ledger, read * block, f"{STORAGE}.snic.tx", f"{reader.node}.snic.rx", reader.dram)
     for cached in (hits, *r.chunk_blocks.values()):
-        for reader, read in ((pe, hits - de_hits), (de, de_hits)):
-            _add(ledger, by_step(read), reader.dram, reader.cnic_read, pe.cnic_write, pe.pcie_in)
+        _add(ledger, by_step(hits - de_hits), pe.dram, *within_pe, pe.pcie_in)
+        _add(ledger, by_step(de_hits), de.dram, de.cnic_read, pe.cnic_write, pe.pcie_in)
         _add(ledger, by_step(cached - hits), de.dram, de.cnic_read, pe.cnic_write, pe.pcie_in)
     _add(
         ledger,
@@ -108,8 +113,8 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
     )
     if r.generate_tokens > 1:
         whole_prompt = _write_bytes(how, prompt, layout.layers)
-        _add(ledger, whole_prompt, de.dram, de.cnic_read, de.cnic_write, de.pcie_in)
-    _add(ledger, generated * block, de.pcie_out, de.cnic_read, de.cnic_write, de.dram)
+        _add(ledger, whole_prompt, de.dram, *within_de, de.pcie_in)
+    _add(ledger, generated * block, de.pcie_out, *within_de, de.dram)
     persisted = (prompt_full - hits + generated) * how.replicas
     _add(ledger, persisted * block, de.dram, f"{de.node}.snic.tx", f"{STORAGE}.snic.rx")
 

@@ -174,7 +174,8 @@ class Write:
     """Post a one-sided write: gather ``pieces`` of own memory, in order, to the grant.
 
     ``via`` is the own endpoint whose NIC carries it. Pieces are byte offsets, ``piece_bytes`` each; one post carries
-    all pieces (a doorbell batch).
+    all pieces (a doorbell batch). ``submit_ns``: what submitting it takes of the thread that posts through ``via``, and
+    ``window``: how many writes that may have out (0: any number); see ``testbed.protocol.submission``.
     """
 
     write_id: int
@@ -182,6 +183,8 @@ class Write:
     via: str
     pieces: tuple[int, ...]
     piece_bytes: int
+    submit_ns: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)

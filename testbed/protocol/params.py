@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from testbed.errors import ConfigError
 from testbed.protocol.collectives import Collectives
 from testbed.protocol.layout import BlockLayout
+from testbed.protocol.submission import SubmissionCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class ProtocolParams:
     """Requests or blocks that any queue may hold; beyond, the newcomer is refused by name."""
     collectives: Collectives | None = None
     """Expert-parallel exchanges among the engines of a group; None: engines do not meet."""
+    submission: SubmissionCosts = field(default_factory=SubmissionCosts)
+    """What submitting a copy costs (paper 5.2); free by default."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for values that no machine can work with."""
@@ -119,6 +122,11 @@ class SystemConfig:
     copy_path: CopyPath = "cnic"
     """How a copy between a node's DRAM and its own GPU goes: loopback through the paired CNIC, in the low lane (paper
     5), or over the copy engine: PCIe alone, past every lane. What goes to another node always goes through CNICs."""
+
+    @property
+    def direct_copies(self) -> bool:
+        """Whether local copies go over the copy engine."""
+        return self.copy_path == "copy-engine"
 
     @property
     def reads_on_both_sides(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from testbed.fabric.spec import ClusterSpec
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.params import ProtocolParams
+from testbed.protocol.submission import SubmissionCosts
 from tests.support.local_world import ListScript
 from tests.support.worlds import cluster, small_params
 
@@ -76,3 +77,10 @@ CASES = (
     ),
     Case(name="HBM pressure", turns=(_TALK,) * 5, changes={"de_hbm_pages": _ROOM, "persist_window_blocks": 1}),
 )
+
+COPY_CASES = (
+    Case(name="larger cluster", nodes=(2, 2), gpus=2, turns=(_TALK,) * 6),
+    Case(name="chunked prefill", chunked=True, changes={"compute_quota_ns": 8 * LAYOUT.layers * 1_000}),
+    Case(name="one copy at a time", changes={"submission": SubmissionCosts(copy_ns=50_000, copies_outstanding=1)}),
+)
+"""For systems whose local copies take another path."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 
 from testbed.protocol.params import system_named
-from tests.conformance.cases import CASES, Case
+from tests.conformance.cases import CASES, COPY_CASES, Case
 from tests.support.leaks import leaks
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
@@ -36,8 +37,11 @@ def shared_blocks_hit(case: Case) -> bool:
     return case.shared >= case.params.layout.block_tokens
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("system", SERVED)
+@pytest.mark.parametrize(
+    ("system", "case"),
+    [*itertools.product(SERVED, CASES), *itertools.product(("dualpath-copy-engine",), COPY_CASES)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_worlds_serve_alike(system: str, case: Case) -> None:
     hits = {}
     for name, build in WORLDS.items():
@@ -59,10 +63,11 @@ def test_worlds_serve_alike(system: str, case: Case) -> None:
 
 def _check_bytes(world: Hosted, case: Case, system: str, name: str) -> None:
     seen = seen_bytes(world)
-    if not system_named(system).moves_kv:
+    config = system_named(system)
+    if not config.moves_kv:
         assert not seen, name
         return
-    expected = expected_bytes(world, world.driver.outcomes, case.replicas)
+    expected = expected_bytes(world, world.driver.outcomes, case.replicas, direct=config.direct_copies)
     if not case.chunked:
         assert seen == expected, name
         return

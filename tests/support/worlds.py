@@ -52,12 +52,12 @@ def small_params(layout: BlockLayout = TINY, **changes: object) -> ProtocolParam
 
 
 def expected_bytes(
-    world: LocalWorld | SimCluster, outcomes: Sequence[Outcome], replicas: int
+    world: LocalWorld | SimCluster, outcomes: Sequence[Outcome], replicas: int, *, direct: bool = False
 ) -> Counter[tuple[str, str]]:
     """Bytes per (sending NIC side, receiving NIC side) for completed rounds without chunking (reference, section 3).
 
     Storage servers are summed under the name "storage": which replica serves is the reader's choice. Written from the
-    paper's arrows, not from the machines.
+    paper's arrows, not from the machines. ``direct``: local copies go over the copy engine.
     """
     layout, total = world.layout, Counter[tuple[str, str]]()
     bt, block = layout.block_tokens, layout.layers * layout.block_tokens * layout.bytes_per_token_layer
@@ -72,16 +72,23 @@ def expected_bytes(
         de_hits = {"pe": 0, "de": hits, "split": o.de_hit_tokens // bt, "none": 0}[o.read_side]
         assert o.de_hit_tokens == de_hits * bt
         total["storage", pe_snic] += (hits - de_hits) * block  # PE path 1-2
-        total[pe_dram, pe_hbm] += (hits - de_hits) * block  # PE path 3-4
+        total[_direct(pe_dram, pe_hbm) if direct else (pe_dram, pe_hbm)] += (hits - de_hits) * block  # 3-4
         total["storage", de_snic] += de_hits * block  # DE path 1-2
         total[de_dram, pe_hbm] += de_hits * block  # DE path 3-5
         # PE path 5-7: hits and misses; DE path, unnumbered: the misses return
         total[pe_hbm, de_dram] += (prompt_blocks - de_hits) * block
+        if direct:
+            de_dram, de_hbm = _direct(de_dram, de_hbm)
         if o.generate_tokens > 1:
             total[de_dram, de_hbm] += prompt_blocks * block  # PE path 8-9, DE path 6-7
         total[de_hbm, de_dram] += (context_full - prompt_full) * block  # every block that decode fills
         total[de_snic, "storage"] += (context_full - hits) * block * min(replicas, servers)
     return Counter({path: size for path, size in total.items() if size})
+
+
+def _direct(*endpoints: str) -> tuple[str, ...]:
+    """The same memories on the direct PCIe link."""
+    return tuple(endpoint.replace("cnic", "copy") for endpoint in endpoints)
 
 
 def seen_bytes(world: LocalWorld | SimCluster) -> Counter[tuple[str, str]]:

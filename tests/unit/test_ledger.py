@@ -40,6 +40,7 @@ def served_by(system: str, params: ProtocolParams = PARAMS) -> ServedBy:
         replicas=min(params.replicas, SPEC.storage_servers),
         moves_kv=system_named(system).moves_kv,
         wire=WIRE,
+        direct_copies=system_named(system).direct_copies,
     )
 
 
@@ -63,13 +64,13 @@ def run(system: str, seed: int = 1) -> tuple[Counter[str], list[Outcome]]:
     return found, outcomes
 
 
-@pytest.mark.parametrize("system", SERVED)
+@pytest.mark.parametrize("system", [*SERVED, "dualpath-copy-engine", "dualpath-split-copy-engine"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_step_counts_are_what_the_machines_post(system: str, seed: int) -> None:
     found, outcomes = run(system, seed)
     expected = expected_traffic(outcomes, served_by(system))
     assert +expected == +found
-    if system == "dualpath":
+    if system in ("dualpath", "dualpath-copy-engine"):
         assert {o.read_side for o in outcomes} >= {"pe", "de"} and expected["pe0.dram"] > 0
     if system == "dualpath-split":
         assert any(o.read_side == "split" for o in outcomes)

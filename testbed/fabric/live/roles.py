@@ -2,8 +2,8 @@
 
 The machine is a pure reducer (``testbed.protocol.machine``); everything with an effect is here. Events wait in one
 queue that the event loop drains, so ``handle`` is never entered twice. Actions are performed in the order in which the
-machine gave them. A sleep stands for GPU compute only: the device function moves the real bytes first, and the alarm
-waits for what is left of the duration.
+machine gave them. A sleep stands for GPU compute: the device function moves the real bytes first, and the alarm
+waits for what is left of the duration; or for the CPU time of submitting a copy (``protocol.submission``).
 
 The clock is ``time.monotonic_ns``: all processes of a host share it, so the traces of all roles have one time line.
 """
@@ -34,6 +34,7 @@ from testbed.protocol import machine as m
 from testbed.protocol.grants import GrantTable
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.messages import Message
+from testbed.protocol.submission import Submitter
 from testbed.trace.tracefile import TraceWriter
 
 _EVENTS_PER_PASS = 64  # then let the event loop serve sockets
@@ -142,6 +143,7 @@ class LiveRole:
         self._alarm = Alarm(self._ring)
         self._deadlines = Deadlines()
         self._gpu = Gpu()
+        self._submitter = Submitter()
         self._disk_tasks: set[asyncio.Task[None]] = set()
         self._lag = LagMeter()
         self._cpu_started_ns = 0
@@ -242,6 +244,8 @@ class LiveRole:
             report["exchange"] = asdict(self._exchange.counters)
         if isinstance(self._machine, m.Reporting) and (figures := self._machine.report()):
             report["machine"] = figures
+        if submission := self._submitter.report():
+            report["submission"] = submission
         if self._store is not None:
             report["disk"] = asdict(self._store.counters)
         return report
@@ -273,10 +277,13 @@ class LiveRole:
         if events and not self._drain_due:
             self._drain_due = True
             self._loop.call_soon(self._drain)
+        self._post_submitted()
         self._set_alarm()
 
     def _handle(self, event: m.Event) -> None:
         now_ns = time.monotonic_ns()
+        if isinstance(event, m.WriteCompleted | m.WriteFailed):
+            self._submitter.ended(event.write_id, now_ns)
         actions = self._machine.handle(event, now_ns)
         self._counts["events"] += 1
         self._counts["actions"] += len(actions)
@@ -331,7 +338,15 @@ class LiveRole:
     def _write(self, action: m.Write) -> None:
         if self._data is None:
             raise BugError(f"{self._context.name} posts a write but has no memory")
-        self._data.post(action)
+        if action.submit_ns or action.window:
+            self._submitter.ask(action, time.monotonic_ns())
+        else:
+            self._data.post(action)
+
+    def _post_submitted(self) -> None:
+        for write in self._submitter.take(time.monotonic_ns()):
+            assert self._data is not None
+            self._data.post(write)
 
     def _post_shards(self, action: m.Exchange) -> None:
         if self._exchange is None:
@@ -388,8 +403,8 @@ class LiveRole:
         self._deadlines.set(action.key, action.at_ns)
 
     def _set_alarm(self) -> None:
-        times = [at for at in (self._deadlines.next_ns(), self._gpu.end_ns) if at is not None]
-        self._alarm.set(min(times, default=None))
+        times = (self._deadlines.next_ns(), self._gpu.end_ns, self._submitter.next_ns())
+        self._alarm.set(min((at for at in times if at is not None), default=None))
 
     def _ring(self) -> None:
         if not self._running:
@@ -398,6 +413,7 @@ class LiveRole:
             now_ns = time.monotonic_ns()
             while (finished := self._gpu.finish(now_ns)) is not None:
                 self.deliver(finished)
+            self._post_submitted()
             for key in self._deadlines.take_passed(now_ns):
                 self.deliver(m.DeadlinePassed(key))
         except Exception as error:

@@ -2,7 +2,7 @@
 
 The names and the steps are the live world's: a transfer leaves through its memory (DRAM or PCIe) and the NIC's sending
 side, and enters through a NIC's receiving side and its memory. A local copy through a CNIC therefore counts as one CNIC
-read and one CNIC write.
+read and one CNIC write; one over the copy engine passes DRAM and PCIe alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from testbed.errors import BugError
 from testbed.fabric.sim.disciplines import Discipline, Resource
 from testbed.fabric.sim.params import SimParams
 from testbed.fabric.spec import ClusterSpec
+from testbed.ids import copy_dram_endpoint, copy_hbm_endpoint
 
 ALL_DISKS = "storage.disks"
 """The storage cluster's aggregate."""
@@ -90,6 +91,8 @@ def resources_of(spec: ClusterSpec, params: SimParams) -> Resources:
             rates[pcie[0]] = rates[pcie[1]] = spec.pcie_rate_bps
             endpoint(cnic, cnic, (dram, dram), ("read", "write"), spec.cnic_rate_bps)
             endpoint(f"{gpu}.cnic", cnic, pcie, ("read", "write"), spec.cnic_rate_bps)
+            leaving[copy_dram_endpoint(gpu)] = entering[copy_dram_endpoint(gpu)] = (dram,)  # the copy engine: no NIC
+            leaving[copy_hbm_endpoint(gpu)], entering[copy_hbm_endpoint(gpu)] = pcie[:1], pcie[1:]
     limited = {name: rate for name, rate in rates.items() if rate}
     for server in spec.storage_names:
         disk[server] = tuple(name for name in (disk_of(server), ALL_DISKS) if name in limited)

@@ -11,6 +11,7 @@ from testbed.fabric.sim.memory import TaggedMemory, Tags
 from testbed.protocol import machine as m
 from testbed.protocol.grants import GrantTable
 from testbed.protocol.layout import U64, BlockLayout
+from testbed.protocol.submission import Submitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,15 @@ class SimCounter:
 class SimRole:
     """A hosted role.
 
-    ``deadlines``: time by key; ``armed``: the time of the earliest entry in the world's heap for it. ``channels``: when
-    the last message to a role arrives there. ``disk``: tags of every stored block, of a storage server only.
+    ``deadlines``: time by key; ``armed``: the time of the earliest entry in the world's heap for it. ``channels``:
+    when the last message to a role arrives there. ``disk``: tags of every stored block, of a storage server only.
+    ``submits_ns``: the earliest entry in the world's heap for ``submitter``.
     """
 
     __slots__ = (
         "actions", "armed", "blocks_fetched", "blocks_stored", "bytes_sent", "channels", "deadlines", "disk", "events",
-        "gpu", "grants", "handle", "machine", "memory", "name", "writes_corrupt", "writes_landed", "writes_refused",
+        "gpu", "grants", "handle", "machine", "memory", "name", "submits_ns", "submitter",
+        "writes_corrupt", "writes_landed", "writes_refused",
     )  # fmt: skip
 
     def __init__(self, name: str, machine: m.Machine, memory_bytes: int, layout: BlockLayout, tags: Tags) -> None:
@@ -69,6 +72,8 @@ class SimRole:
         self.channels: dict[str, int] = {}
         self.gpu: SimGpu | None = None
         self.disk: dict[int, U64] | None = None
+        self.submitter = Submitter()
+        self.submits_ns: int | None = None
         self.events = self.actions = 0
         self.bytes_sent = self.writes_landed = self.writes_refused = self.writes_corrupt = 0
         self.blocks_fetched = self.blocks_stored = 0
@@ -91,6 +96,8 @@ class SimRole:
             report["compute"] = asdict(self.gpu.use)
         if isinstance(self.machine, m.Reporting) and (figures := self.machine.report()):
             report["machine"] = figures
+        if submission := self.submitter.report():
+            report["submission"] = submission
         if self.disk is not None:
             report["disk"] = {"blocks_fetched": self.blocks_fetched, "blocks_stored": self.blocks_stored}
         return report

@@ -34,6 +34,7 @@ from testbed.units import NS_PER_S
 
 _SAMPLE_NS = NS_PER_S // 4
 _TICK_EVENTS = 4096  # between two looks at how far the run is
+_WRITE_ENDS = (m.WriteCompleted, m.WriteFailed)
 _GIVE_UP_NS = 365 * 24 * 3600 * NS_PER_S
 """A year of emulated time: a cluster that is not done by then never will be."""
 
@@ -201,6 +202,8 @@ class SimWorld:
 
     def _deliver(self, role: SimRole, event: m.Event) -> None:
         now_ns = self.now_ns
+        if isinstance(event, _WRITE_ENDS) and role.submitter.ended(event.write_id, now_ns):
+            self._submit(role)
         actions = role.handle(event, now_ns)
         self.events += 1
         role.events += 1
@@ -258,6 +261,27 @@ class SimWorld:
     # --- writes --------------------------------------------------------------------------------------------------
 
     def _write(self, role: SimRole, action: m.Write) -> None:
+        if action.submit_ns or action.window:
+            role.submitter.ask(action, self.now_ns)
+            self._submit(role)
+        else:
+            self._start_write(role, action)
+
+    def _submit(self, role: SimRole) -> None:
+        """Start what has been submitted; look again when the next will have been."""
+        for write in role.submitter.take(self.now_ns):
+            self._start_write(role, write)
+        at_ns = role.submitter.next_ns()
+        if at_ns is not None and (role.submits_ns is None or at_ns < role.submits_ns):
+            role.submits_ns = at_ns
+            self._at(at_ns, Priority.ENDED, role, Flow(lambda: self._submitted(role)))
+
+    def _submitted(self, role: SimRole) -> None:
+        if role.submits_ns is not None and role.submits_ns <= self.now_ns:
+            role.submits_ns = None
+        self._submit(role)
+
+    def _start_write(self, role: SimRole, action: m.Write) -> None:
         size = len(action.pieces) * action.piece_bytes
         if size != action.ref.size_bytes or not size:
             raise BugError(f"write {action.write_id} gathers {size} bytes for a grant of {action.ref.size_bytes}")
