@@ -30,6 +30,9 @@ def stands_for(scenario: Scenario, plan: RunPlan) -> str:
         parts.append(f"{scale.length_scale} tokens as one")
     parts.append(agents)
     parts += gpu_departures(scenario.gpu)
+    if (s := scenario.submission).on:
+        request = (s.work_request_s + s.doorbell_s / s.doorbell_batch) * 1e6
+        parts.append(f"submission of {s.copy_s * 1e6:g} us per copy, {request:.3g} us per RDMA write request")
     return "Stands for " + "; ".join(parts) + "."
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from scenarios.schema import GpuSection, ProtocolSection, Scenario, WorkloadSection
+from scenarios.schema import GpuSection, ProtocolSection, Scenario, SubmissionSection, WorkloadSection
 from testbed.errors import ConfigError
 from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
 from testbed.fabric.spec import ClusterSpec, LaneDiscipline
@@ -22,6 +22,7 @@ from testbed.protocol.collectives import Collectives
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.params import SYSTEMS, ProtocolParams, SystemConfig, system_named
 from testbed.protocol.plan import ClusterPlan, plan_cluster
+from testbed.protocol.submission import SubmissionCosts
 from testbed.runtime.plan import RunPlan
 from testbed.units import NS_PER_S
 from testbed.workload.agents import Workload, make_agents, offline_starts_ns, poisson_starts_ns, source_trajectories
@@ -149,7 +150,11 @@ def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
         seed=scenario.seed,
         cluster=cluster,
         roles=roles,
-        params=replace(params, collectives=_collectives(scenario, scale, cost, cluster, roles)),
+        params=replace(
+            params,
+            collectives=_collectives(scenario, scale, cost, cluster, roles),
+            submission=_submission(scenario.submission, scale),
+        ),
         systems=systems_of(scenario.systems),
         cost=cost,
         scale=scale,
@@ -225,6 +230,18 @@ def _collectives(
             'group here is one node; set collectives.transport = "rdma" or raise cluster.prefill_nodes.'
         )
     return collectives
+
+
+def _submission(s: SubmissionSection, scale: FittedScale) -> SubmissionCosts:
+    """Costs of submission per emulated block."""
+    on = SubmissionCosts(
+        copy_ns=scale.emulated_submission_ns(s.copy_s),
+        work_request_ns=scale.emulated_submission_ns(s.work_request_s),
+        doorbell_ns=scale.emulated_submission_ns(s.doorbell_s),
+        doorbell_batch=s.doorbell_batch,
+        copies_outstanding=s.copies_outstanding,
+    )
+    return on if s.on else replace(on, copy_ns=0, work_request_ns=0, doorbell_ns=0)
 
 
 def _with_agents(scenario: Scenario) -> Scenario:

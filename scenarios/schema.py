@@ -132,6 +132,30 @@ class GpuSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SubmissionSection:
+    """What submitting a copy takes of a traffic manager's serial thread (paper 5.2); ``on = false``: nothing.
+
+    ``copy_s``: one ``cudaMemcpyAsync``. An RDMA write request takes 1 us: ``work_request_s`` to write it and
+    ``doorbell_s`` to ring for it (MMIO), once per ``doorbell_batch`` requests. How the 1 us divides and how large
+    batches are is UNKNOWN. ``copies_outstanding``: writes on a GPU's copy engine at once, per direction, submission on
+    or off; 0: as many as memory has been granted for.
+    """
+
+    on: bool = False
+    copy_s: float = 6e-6
+    work_request_s: float = 0.2e-6
+    doorbell_s: float = 0.8e-6
+    doorbell_batch: int = 1
+    copies_outstanding: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for costs that no machine has."""
+        for key in ("copy_s", "work_request_s", "doorbell_s"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ConfigError(f"submission.{key} is {getattr(self, key):g}, but it must be from 0 to 1 s.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
     """Something that the scenario claims: ``metric`` is a comparison over the run's metrics (``testbed.metrics``)."""
 
@@ -156,6 +180,7 @@ class Scenario:
     protocol: ProtocolSection = field(default_factory=ProtocolSection)
     collectives: CollectivesSection = field(default_factory=CollectivesSection)
     gpu: GpuSection = field(default_factory=GpuSection)
+    submission: SubmissionSection = field(default_factory=SubmissionSection)
     trust: TrustLimits = field(default_factory=TrustLimits)
     sim: SimParams = field(default_factory=SimParams)
     expect: tuple[Expectation, ...] = ()

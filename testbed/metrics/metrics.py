@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from testbed.ids import engine_of
 from testbed.metrics.collectives import CollectiveMetrics, Groups, collective_metrics
 from testbed.metrics.views import RoundView, SampleView, SystemView
 from testbed.protocol.params import system_named
@@ -41,6 +42,14 @@ class SnicUse:
 
     run: float
     plateau: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieUse:
+    """Utilisation of one direction of a GPU's PCIe link: over the whole run, and in its busiest second."""
+
+    run: float
+    max: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +78,9 @@ class SystemMetrics:
     direction), "pcie", "dram", "gpu" (computing). The one near 1 is the one that binds.
     ``kv_bytes_per_s``: KV that left CNICs for anywhere (read side), all of them together, over the run.
     ``collectives``: None where there are none.
+    ``pcie_utilisation``: of every engine's link, "rx" into HBM and "tx" out of it; empty where it is not limited.
+    ``submission_busy``: share of the run that an engine's busier submitting thread was at work; engines that paid for
+    submission only.
     """
 
     system: str
@@ -90,6 +102,8 @@ class SystemMetrics:
     snic_plateau_min: float
     read_balance: float
     busiest: Mapping[str, float]
+    pcie_utilisation: Mapping[str, Mapping[str, PcieUse]]
+    submission_busy: Mapping[str, float]
     ttft_shares: Mapping[str, float]
     kv_bytes_per_s: float
     collectives: CollectiveMetrics | None = None
@@ -154,6 +168,8 @@ def system_metrics(
         snic_plateau_min=min(readers, default=0.0),
         read_balance=max(into) / (sum(into) / len(into)) if any(into) else 0.0,
         busiest=_busiest(run, nodes, rates, end_ns - begin_ns),
+        pcie_utilisation=_pcie_use(run, rates.pcie_bps, end_ns - begin_ns),
+        submission_busy=_submission_busy(run, end_ns - begin_ns),
         ttft_shares=_ttft_shares(done),
         kv_bytes_per_s=_kv_bytes(run) * NS_PER_S / (end_ns - begin_ns) if end_ns > begin_ns else 0.0,
         collectives=collective_metrics(run.reports, groups, end_ns - begin_ns),
@@ -180,6 +196,29 @@ def _busiest(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_n
         if isinstance(compute, Mapping):
             busy_ns["gpu"] = max(busy_ns["gpu"], compute.get("busy_ns", 0))
     return {kind: busy / duration_ns if duration_ns else 0.0 for kind, busy in busy_ns.items()}
+
+
+def _pcie_use(run: SystemView, rate_bps: int, duration_ns: int) -> dict[str, dict[str, PcieUse]]:
+    use: dict[str, dict[str, PcieUse]] = {}
+    if not rate_bps or not duration_ns:
+        return use
+    for name, counter in run.counters.items():
+        engine, kind, *direction = name.split(".")
+        if kind == "pcie":
+            mean = counter.data.bytes * 8 * NS_PER_S / (rate_bps * duration_ns)
+            most = run.pcie_peaks_bps.get(name, 0.0) / rate_bps
+            use.setdefault(engine, {})[direction[0]] = PcieUse(run=mean, max=max(mean, most))
+    return use
+
+
+def _submission_busy(run: SystemView, duration_ns: int) -> dict[str, float]:
+    busy: dict[str, float] = {}
+    for report in run.reports.values():
+        threads = report.get("submission")
+        for via, counters in threads.items() if isinstance(threads, Mapping) and duration_ns else ():
+            engine = engine_of(via)
+            busy[engine] = max(busy.get(engine, 0.0), counters["busy_ns"] / duration_ns)
+    return dict(sorted(busy.items()))
 
 
 def _readers(system: str, nodes: Sequence[str], *, both: bool) -> list[str]:

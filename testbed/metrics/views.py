@@ -116,6 +116,11 @@ class SystemView(Protocol):
         ...
 
     @property
+    def pcie_peaks_bps(self) -> Mapping[str, float]:
+        """Rate on the wire in the busiest second of every PCIe link, by resource name."""
+        ...
+
+    @property
     def reports(self) -> Mapping[str, Mapping[str, object]]:
         """Final report of every role."""
         ...

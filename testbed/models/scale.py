@@ -183,8 +183,11 @@ class FittedScale:
         return paper_aps / self.agents_scale / float(self.time_scale)
 
     def emulated_submission_ns(self, paper_s: float) -> int:
-        """Emulated cost of submitting one Layer Block (section 5.2), which stands for ``agents_scale`` of them."""
-        return self.emulated_duration_ns(paper_s * self.agents_scale)
+        """Emulated cost of submitting one block to or from one emulated GPU (section 5.2).
+
+        It stands for ``agents_scale`` blocks, which the threads of ``gpus_scale`` GPUs submit side by side.
+        """
+        return round(Fraction(paper_s) * self.agents_scale / self.gpus_scale * self.time_scale * NS_PER_S)
 
     def compute_model(self, gpu: GpuSpec) -> ComputeModel:
         """Compute times in emulated tokens and emulated nanoseconds."""

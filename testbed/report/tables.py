@@ -57,6 +57,11 @@ def systems_table(summary: Summary) -> Table:
     for node in summary.systems[0].snic_utilisation if summary.systems else ():
         rows.append((f"{node} SNIC busy, run / plateau", [_use(m, node) for m in summary.systems]))
     rows += _collective_rows(summary)
+    if any(m.pcie_utilisation for m in summary.systems):
+        rows.append(("busiest PCIe link, run / max", [_pcie(m) for m in summary.systems]))
+    if any(m.submission_busy for m in summary.systems):
+        busy = [f"{max(m.submission_busy.values(), default=0.0):.0%}" for m in summary.systems]
+        rows.append(("busiest submitting thread", busy))
     rows.append(("tokens verified", [f"{m.tokens_verified:,} of {m.tokens_emitted:,}" for m in summary.systems]))
     for name, cells in rows:
         table.add_row(name, *cells)
@@ -143,6 +148,11 @@ def _shares(m: SystemMetrics) -> str:
 
 def _requests(m: SystemMetrics) -> str:
     return f"{m.requests}" + (f" (+{m.failed_requests} failed)" if m.failed_requests else "")
+
+
+def _pcie(m: SystemMetrics) -> str:
+    uses = [use for directions in m.pcie_utilisation.values() for use in directions.values()]
+    return f"{max((u.run for u in uses), default=0.0):.0%} / {max((u.max for u in uses), default=0.0):.0%}"
 
 
 def _use(m: SystemMetrics, node: str) -> str:

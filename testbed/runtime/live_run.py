@@ -31,6 +31,7 @@ from testbed.fabric.live.readback import verify_shaping
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveCluster, LiveRole, RoleContext
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, SocketOptions
+from testbed.fabric.peaks import PEAK_WINDOW_NS, Peaks
 from testbed.fabric.spec import ClusterSpec
 from testbed.ids import DRIVER
 from testbed.kvmodel.device import KvDevice
@@ -95,7 +96,8 @@ async def _run_system(
         cpu_before = _host_cpu()
         started_ns = time.monotonic_ns()
         await group.start()
-        sampler = asyncio.create_task(_sample(network, before, samples))
+        peaks = Peaks()
+        sampler = asyncio.create_task(_sample(network, before, samples, peaks))
         try:
             while True:
                 name, payload = await group.watch(_next(group, sampler))
@@ -111,6 +113,7 @@ async def _run_system(
         after = read_counters(network)
         dropped = total_drops(network) - dropped_before
         samples.append(_snic_sample(after, before))
+        peaks.look(samples[-1].at_ns, _pcie_bytes(after))
         reports = await group.stop()
     shutil.rmtree(storage, ignore_errors=True)
     _check_disks(reports)
@@ -121,6 +124,7 @@ async def _run_system(
         outcomes=outcomes,
         counters={name: _delta(after[name], before[name]) for name in after},
         samples=samples,
+        pcie_peaks_bps=peaks.bps,
         reports={name: report for name, report in reports.items() if isinstance(report, dict)},
         host_cpu_share=_cpu_share(cpu_before, cpu_after),
         packets_dropped=dropped,
@@ -255,11 +259,21 @@ def _delta(after: LinkCounter, before: LinkCounter) -> LinkCounter:
     )
 
 
-async def _sample(network: Network, before: Mapping[str, LinkCounter], samples: list[SnicSample]) -> None:
-    """Record what the SNICs have carried, a few times a second."""
+async def _sample(
+    network: Network, before: Mapping[str, LinkCounter], samples: list[SnicSample], peaks: Peaks
+) -> None:
+    """Record what the SNICs have carried, a few times a second, and once a second what the PCIe links have."""
+    looked_ns = 0
     while True:
         samples.append(_snic_sample(read_counters(network, ".snic."), before))
+        if samples[-1].at_ns - looked_ns >= PEAK_WINDOW_NS:
+            looked_ns = time.monotonic_ns()
+            peaks.look(looked_ns, _pcie_bytes(read_counters(network, ".pcie.")))
         await asyncio.sleep(_SAMPLE_S)
+
+
+def _pcie_bytes(counters: Mapping[str, LinkCounter]) -> dict[str, int]:
+    return {name: counter.data.bytes for name, counter in counters.items() if ".pcie." in name}
 
 
 def _snic_sample(counters: Mapping[str, LinkCounter], before: Mapping[str, LinkCounter]) -> SnicSample:

@@ -27,6 +27,8 @@ class SystemRun:
     outcomes: list[Outcome]
     counters: Mapping[str, CounterView]
     samples: list[SnicSample] = field(default_factory=list)
+    pcie_peaks_bps: Mapping[str, float] = field(default_factory=dict)
+    """Rate on the wire in the busiest second of every PCIe link, by resource name."""
     reports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Final report of every role (event-loop lag, CPU, memory, queues), by role name."""
     host_cpu_share: float = 0.0

@@ -89,6 +89,7 @@ def _run_system(
         outcomes=driver.outcomes,
         counters=world.counters,
         samples=[SnicSample(at_ns=at_ns, wire_bytes=carried) for at_ns, carried in world.samples],
+        pcie_peaks_bps=world.pcie_peaks.bps,
         reports={name: role.report() for name, role in world.roles.items()},
     )
 

@@ -66,12 +66,16 @@ def test_memory_read_by_a_write_in_flight_may_not_change() -> None:
         ("pe0.cnic0", "de0.cnic0", ""),
         ("de0.cnic0", "pe0.cnic0", "not its own"),
         ("pe0.cnic0", "nowhere", "nobody owns"),
-        ("pe0.cnic0", "st0.snic", "separate"),
+        ("pe0.cnic0", "st0.snic", "not on one network"),
+        ("pe0.copy0", "pe0gpu0.copy", ""),
+        ("pe0.copy0", "pe0gpu1.copy", "not on one network"),
+        ("pe0.copy0", "de0.cnic0", "not on one network"),
     ],
 )
 def test_kv_stays_on_its_network(via: str, to: str, says: str) -> None:
     write = Write(1, GrantRef(to, 1, 1, 4), via, (0,), 4)
-    found = list(lane.at_write("pe0", ("pe0.cnic0", "pe0.snic"), {"de0.cnic0", "st0.snic", "pe0.cnic0"}, write))
+    everywhere = {"de0.cnic0", "st0.snic", "pe0.cnic0", "pe0gpu0.copy", "pe0gpu1.copy"}
+    found = list(lane.at_write("pe0", ("pe0.cnic0", "pe0.snic", "pe0.copy0"), everywhere, write))
     assert (says in found[0]) if says else found == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,14 @@ def test_a_seed_repeats_a_walk() -> None:
 def test_random_walks_of_every_built_in_cluster(config: str) -> None:
     for seed in range(8):
         walked = walk(setup_of(load_config(config)), 2, random.Random(seed).randrange)
+        assert walked.violations == []
+        assert walked.at_end
+
+
+def test_random_walks_with_copies_past_the_cnic() -> None:
+    config = replace(load_config("1p1d-2turns"), system="dualpath-copy-engine")
+    for seed in range(4):
+        walked = walk(setup_of(config), 2, random.Random(seed).randrange)
         assert walked.violations == []
         assert walked.at_end
 

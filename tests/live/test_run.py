@@ -151,7 +151,7 @@ def test_a_run_that_is_interrupted_says_so_and_leaves_nothing(tmp_path: Path, nu
         assert not noise
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [*SYSTEMS, "dualpath-copy-engine"])
 def test_every_system_is_green(tmp_path: Path, system: str) -> None:
     summary = run_small(tmp_path, system)
     assert (summary.failures, summary.invalid_reasons) == ((), ())

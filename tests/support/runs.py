@@ -49,6 +49,7 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     counters: Mapping[str, LinkCounter] = field(default_factory=dict)
     samples: list[SnicSample] = field(default_factory=list)
+    pcie_peaks_bps: Mapping[str, float] = field(default_factory=dict)
     reports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     host_cpu_share: float = 0.5
     packets_dropped: int = 0

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from testbed.metrics.metrics import Distribution, distribution, snic_use, system_metrics
+from testbed.fabric.peaks import Peaks
+from testbed.metrics.metrics import Distribution, PcieUse, distribution, snic_use, system_metrics
 from testbed.metrics.summary import PaperUnits
 from tests.support.runs import RATES, Run, S, counter, outcome, sample
 
@@ -128,3 +129,31 @@ def test_the_busiest_of_each_kind_over_the_run() -> None:
             "gpu": 0.4,
         }
     )
+
+
+def test_pcie_links_over_the_run_and_in_their_busiest_second() -> None:
+    """10 s at 32 kbit/s carry 40,000 bytes."""
+    counters = {f"pe0gpu1.pcie.{way}": counter("x", 1448 * n) for way, n in (("rx", 10), ("tx", 0))}
+    m = metrics_of(Run(outcomes=[outcome()], counters=counters, pcie_peaks_bps={"pe0gpu1.pcie.rx": 24_000.0}))
+    carried = 10 * (1448 + 66) / 40_000
+    assert m.pcie_utilisation == {
+        "pe0gpu1": {"rx": PcieUse(run=pytest.approx(carried), max=0.75), "tx": PcieUse(run=0.0, max=0.0)}
+    }
+    without_peaks = metrics_of(Run(outcomes=[outcome()], counters=counters))
+    assert without_peaks.pcie_utilisation["pe0gpu1"]["rx"].max == pytest.approx(carried)
+
+
+def test_the_busiest_window_of_a_link() -> None:
+    peaks = Peaks()
+    for at_s, carried in ((0.0, 5), (1.0, 105), (2.0, 405), (2.2, 805), (4.0, 905)):
+        peaks.look(int(at_s * S), {"x": carried})
+    assert peaks.bps == {"x": 2_400.0}  # a fifth of a second is no window: its bytes are spread over the next
+
+
+def test_the_busier_submitting_thread_of_an_engine() -> None:
+    reports = {
+        "pe0": {"submission": {"pe0.cnic1": {"busy_ns": 2 * S}, "pe0.copy0": {"busy_ns": 4 * S}}},
+        "pe0gpu1": {"submission": {"pe0gpu1.cnic": {"busy_ns": 5 * S}}},
+        "st0": {},
+    }
+    assert metrics_of(Run(outcomes=[outcome()], reports=reports)).submission_busy == {"pe0gpu0": 0.4, "pe0gpu1": 0.5}

@@ -16,7 +16,7 @@ from testbed.fabric.sim import params as sim_params
 from testbed.fabric.sim.params import SimParams, payload_bytes, wire_bytes
 from testbed.fabric.sim.resources import kind_of, resources_of, shared_resources
 from testbed.fabric.sim.world import SimWorld
-from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, snic_endpoint
+from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, copy_dram_endpoint, copy_hbm_endpoint, snic_endpoint
 from testbed.protocol import machine as m
 from testbed.protocol.grants import GrantRef, Landing
 from testbed.protocol.layout import BlockLayout
@@ -89,7 +89,8 @@ def test_paths_are_those_of_the_live_world() -> None:
     engines = [node.gpu(i) for node in SPEC.nodes for i in range(node.gpus)]
     compute = [name(engine) for engine in engines for name in (cnic_dram_endpoint, cnic_hbm_endpoint)]
     storage = [snic_endpoint(host) for host in (*SPEC.storage_names, *(node.name for node in SPEC.nodes))]
-    for group in (compute, storage):
+    direct = [(copy_dram_endpoint(engine), copy_hbm_endpoint(engine)) for engine in engines]
+    for group in (compute, storage, *direct):
         for source, destination in product(group, group):
             assert ours.path(source, destination) == plan.path(source, destination)
     rates = {name: port.rate_bps for name, port in plan.ports.items()}
@@ -146,6 +147,21 @@ def test_a_write_lands_after_its_bytes_and_is_acknowledged_a_message_later() -> 
     carried = {name: counter.data.bytes for name, counter in world.counters.items() if counter.data.bytes}
     assert carried == dict.fromkeys(("st0.snic.tx", "pe0.snic.rx", "pe0.dram"), wire_size)
     assert world.network.carried_bytes("pe0.snic.rx", world.now_ns) == wire_size
+
+
+def test_a_write_leaves_when_it_has_been_submitted() -> None:
+    """Two writes of one thread: the second is submitted while the first is carried."""
+    wire_ns = -(-wire_bytes(payload_bytes(FULL, TINY.layers)) * 8 * 10**9 // SPEC.snic_rate_bps)
+    refs = [GrantRef("pe0.snic", k, 1, FULL) for k in (1, 2)]
+    submit_ns = 3 * wire_ns
+    writes = [m.Write(k, ref, "st0.snic", (0,), FULL, submit_ns=submit_ns) for k, ref in enumerate(refs)]
+    server, node = Puppet([list(writes)]), Puppet([[m.OpenGrant(ref, landing(5)) for ref in refs]])
+    world = hosted(Role("pe0", node, ("pe0.snic",)), Role("st0", server, ("st0.snic",)))
+    world.roles["st0"].memory.put((0,), (5,), 0, TINY.layers)
+    run(world)
+    assert node.heard[1:] == [(k * submit_ns + wire_ns, m.WriteLanded(k)) for k in (1, 2)]
+    submission = world.roles["st0"].report()["submission"]
+    assert submission == {"st0.snic": {"writes": 2, "busy_ns": 2 * submit_ns, "waited_ns": 3 * submit_ns}}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from testbed.errors import BugError, PeerError, RunFailedError
+from testbed.fabric.peaks import PEAK_WINDOW_NS, Peaks
 from testbed.fabric.sim import resources as names
 from testbed.fabric.sim.disciplines import Lane
 from testbed.fabric.sim.fluid import FluidNetwork
@@ -113,6 +114,9 @@ class SimWorld:
         self.samples: list[tuple[int, dict[str, int]]] = []
         self._snics = [name for name in self.resources.rates_bps if ".snic." in name]
         self._next_sample_ns = 0
+        self.pcie_peaks = Peaks()
+        self._pcie = [name for name in self.resources.rates_bps if ".pcie." in name]
+        self._next_peak_ns = 0
         self.roles: dict[str, SimRole] = {}
         self._owner: dict[str, SimRole] = {}
         for description in hosted:
@@ -164,6 +168,7 @@ class SimWorld:
                 tick()
             self.step()
         self._sample()
+        self._look_at_pcie()
 
     def step(self) -> None:
         """Let the next thing happen: flows that end, or one event."""
@@ -191,6 +196,12 @@ class SimWorld:
         if now_ns >= self._next_sample_ns:
             self._sample()
             self._next_sample_ns = now_ns // _SAMPLE_NS * _SAMPLE_NS + _SAMPLE_NS
+            if now_ns >= self._next_peak_ns:
+                self._look_at_pcie()
+                self._next_peak_ns = now_ns // PEAK_WINDOW_NS * PEAK_WINDOW_NS + PEAK_WINDOW_NS
+
+    def _look_at_pcie(self) -> None:
+        self.pcie_peaks.look(self.now_ns, {name: self.network.carried_bytes(name, self.now_ns) for name in self._pcie})
 
     def _sample(self) -> None:
         network, now_ns = self.network, self.now_ns
