@@ -10,7 +10,14 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from scenarios.schema import GpuSection, ProtocolSection, Scenario, SubmissionSection, WorkloadSection
+from scenarios.schema import (
+    ClusterSection,
+    GpuSection,
+    ProtocolSection,
+    Scenario,
+    SubmissionSection,
+    WorkloadSection,
+)
 from testbed.errors import ConfigError
 from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
 from testbed.fabric.spec import ClusterSpec, LaneDiscipline
@@ -56,7 +63,32 @@ def cluster_of(scenario: Scenario, scale: FittedScale) -> ClusterSpec:
     """
     section = scenario.cluster
     lanes = LaneDiscipline.HTB if section.lanes == "auto" else LaneDiscipline(section.lanes)
-    return cluster_spec(shape_of(scenario), scale, lanes=lanes, arbiter=arbiter_of(section.opensm))
+    _check_shares(section)
+    return replace(
+        cluster_spec(shape_of(scenario), scale),
+        lanes=lanes,
+        high_share=section.high_share,
+        ets_quanta=section.ets_quanta,
+        arbiter=arbiter_of(section.opensm),
+    )
+
+
+def _check_shares(section: ClusterSection) -> None:
+    """Refuse guarantees that a link cannot keep.
+
+    Raises:
+        ConfigError: a share outside 0 to 1, or two that do not make one link.
+    """
+    for key, share in (("high_share", section.high_share), ("kv_share", section.kv_share)):
+        if share is not None and not 0 <= share <= 1:
+            raise ConfigError(
+                f"cluster.{key} is {share:g}: a lane cannot be guaranteed less than nothing or more than the link."
+            )
+    if section.kv_share is not None and abs(section.high_share + section.kv_share - 1) > 1e-9:
+        raise ConfigError(
+            f"cluster.high_share {section.high_share:g} and cluster.kv_share {section.kv_share:g} add up to "
+            f"{section.high_share + section.kv_share:g}, but the two lanes share one link: they must add up to 1."
+        )
 
 
 def arbiter_of(opensm: str) -> ArbiterTables:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from testbed.errors import ConfigError
 from testbed.fabric.sim.params import SimParams
+from testbed.fabric.spec import ETS_QUANTA
 from testbed.models.compute import COMPUTE_QUOTA_S
 from testbed.models.scale import PAPER_BLOCK_TOKENS
 from testbed.runtime.plan import TrustLimits
@@ -24,7 +25,8 @@ class ClusterSection:
     """Departures from the topology file (None keeps what it says), and the lanes of the CNICs.
 
     ``lanes``: a ``LaneDiscipline``; "auto" is the best that the kernel of a live run offers, and htb in the sim world.
-    ``opensm``: a file with the tables of infiniband in OpenSM's words; empty: the paper's.
+    ``high_share`` and ``kv_share`` (None: the rest) of htb; ``ets_quanta``: bytes in a turn of the high and of the KV
+    lane under ets. ``opensm``: a file with the tables of infiniband in OpenSM's words; empty: the paper's.
     """
 
     prefill_nodes: int | None = None
@@ -33,6 +35,9 @@ class ClusterSection:
     storage_servers: int | None = None
     s: float | None = None
     lanes: LaneName = "htb"
+    high_share: float = 0.99
+    kv_share: float | None = None
+    ets_quanta: tuple[int, int] = ETS_QUANTA
     opensm: str = ""
 
 

@@ -13,8 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from testbed.errors import ConfigError
-from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
-from testbed.fabric.spec import ClusterSpec, LaneDiscipline
+from testbed.fabric.spec import ClusterSpec
 from testbed.models.hardware import PAPER_HARDWARE, Hardware
 from testbed.models.scale import FittedScale
 from testbed.units import MBIT
@@ -97,14 +96,8 @@ def _read(path: Path, name: str) -> ClusterShape:
     return fill(ClusterShape, {"name": name, **read_toml(path)}, f"topology {path}")
 
 
-def cluster_spec(
-    shape: ClusterShape,
-    scale: FittedScale,
-    *,
-    lanes: LaneDiscipline = LaneDiscipline.HTB,
-    arbiter: ArbiterTables = PAPER_TABLES,
-) -> ClusterSpec:
-    """The shape at the paper's rates divided by ``scale``, its CNICs with these lanes.
+def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
+    """The shape at the paper's rates divided by ``scale``.
 
     Raises:
         ConfigError: links below the rate that the kernel shapes well.
@@ -126,6 +119,4 @@ def cluster_spec(
         snic_rate_bps=small.snic_rate_bps,
         pcie_rate_bps=small.pcie_rate_bps,
         dram_rate_bps=small.dram_rate_bps,
-        lanes=lanes,
-        arbiter=arbiter,
     )

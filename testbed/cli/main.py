@@ -314,6 +314,30 @@ def plan(
 
 @app.command()
 @_command
+def lanes(
+    discipline: Annotated[str, typer.Argument(help="htb, prio, ets, none or infiniband; default: all.")] = "",
+    opensm: Annotated[str, typer.Option(help="A file with arbiter tables in OpenSM's words.")] = "",
+    scenario: Annotated[str, typer.Option(help="Whose cluster and whose lanes' settings count.")] = "quickstart",
+    rate_gbps: Annotated[float, typer.Option(help="Rate of the real link; 0: the paper's CNIC.")] = 0.0,
+    overrides: Overrides = None,
+) -> int:
+    """What a lane discipline becomes on each world: parameters, worst-case shares, the longest wait."""
+    from testbed.cli.lanes import LanesRequest  # noqa: PLC0415
+    from testbed.cli.lanes import lanes as show_lanes  # noqa: PLC0415
+
+    return show_lanes(
+        LanesRequest(
+            discipline=discipline,
+            opensm=opensm,
+            scenario=scenario,
+            rate_gbps=rate_gbps,
+            overrides=tuple(overrides or ()),
+        )
+    )
+
+
+@app.command()
+@_command
 def ratio(
     model: Annotated[list[str] | None, typer.Option(help="A model; may be repeated. Default: all.")] = None,
     context: Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")] = "16384,32721,65536",

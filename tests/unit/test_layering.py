@@ -23,7 +23,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testbed.protocol": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec"},
     "testbed.kvmodel": {"testbed.errors", "testbed.protocol"},
     "testbed.models": {"testbed.units", "testbed.errors", "testbed.protocol", "testbed.fabric.spec"},
-    "testbed.analysis": {"testbed.units", "testbed.errors", "testbed.models"},
+    "testbed.analysis": {
+        "testbed.units",
+        "testbed.errors",
+        "testbed.models",
+        "testbed.fabric.arbiter",
+        "testbed.fabric.spec",
+    },
     "testbed.sweep": {"testbed.errors", "testbed.runtime.plan", "testbed.metrics", "scenarios", "topologies"},
     "testbed.experiment": {
         "testbed.errors",

@@ -231,3 +231,21 @@ def test_arbiter_tables_come_from_a_file_and_one_that_holds_none_is_named(tmp_pa
         load(f"cluster.opensm={file}")
     with pytest.raises(ConfigError, match="nowhere: cannot be read"):
         load("cluster.opensm=nowhere")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needle"),
+    [
+        (("cluster.high_share=0.9", "cluster.kv_share=0.2"), r"add up to 1\.1, but"),
+        (("cluster.high_share=1.2",), r"high_share is 1\.2: .* more than the link"),
+        (("cluster.kv_share=-0.1",), r"kv_share is -0\.1: .* less than nothing"),
+        (("cluster.ets_quanta=983040,0",), "a quantum of 0 would never be served"),
+        (("cluster.ets_quanta=983040",), "ets_quanta"),
+        (("cluster.lanes=hbt",), "one of auto, htb, prio, ets, none, infiniband"),
+    ],
+)
+def test_lanes_that_no_link_can_keep_are_refused(overrides: tuple[str, ...], needle: str) -> None:
+    with pytest.raises(ConfigError, match=needle):
+        load(*overrides)
+    kept = load("cluster.high_share=0.9", "cluster.kv_share=0.1", "cluster.ets_quanta=10000,100").plan.cluster
+    assert (kept.high_share, kept.ets_quanta) == (0.9, (10_000, 100))
