@@ -33,7 +33,8 @@ doctor: $(VENV)/run.stamp
 	@$(BIN)/testbed doctor
 
 test: $(VENV)/dev.stamp
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest -m 'not live and not nightly' --numprocesses auto tests
+	@$(BIN)/python -m pytest -m 'live and not nightly' tests
 
 test-live: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -m 'live and not nightly' tests
