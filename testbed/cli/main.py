@@ -80,6 +80,9 @@ def run(
         ),
     ] = "",
     resume: Annotated[Path | None, typer.Option(help="Folder of an experiment that was interrupted.")] = None,
+    capture: Annotated[
+        str, typer.Option(metavar="LINK,...", help="Record packets of these links, e.g. pe0.cnic0,de0.snic (live).")
+    ] = "",
 ) -> int:
     """Run a scenario, or all variants of an experiment, on the emulated cluster and judge it."""
     from testbed.cli.run import RunRequest, world_named  # noqa: PLC0415
@@ -91,6 +94,8 @@ def run(
 
         if systems:
             raise ConfigError(f"experiment {scenario}: its variants say which systems run; leave out --systems.")
+        if capture:
+            raise ConfigError(f"experiment {scenario}: packets are recorded of single runs; leave out --capture.")
         return run_experiment(
             ExperimentRequest(
                 experiment=scenario,
@@ -114,6 +119,7 @@ def run(
             out=out,
             quiet=quiet,
             world=world_named(world or "live"),
+            capture=tuple(name.strip() for name in capture.split(",") if name.strip()),
         )
     )
 
@@ -153,6 +159,21 @@ def parity(
             quiet=quiet,
         )
     )
+
+
+@app.command(name="capture")
+@_command
+def capture_(
+    file: Annotated[Path, typer.Argument(help="A recorded link: runs/.../capture/<link>.pcap.")],
+    entering: Annotated[
+        list[Path] | None,
+        typer.Option(help="A recorded memory behind that CNIC (pe0gpu0.cnic, pe0.mem0); may be repeated."),
+    ] = None,
+) -> int:
+    """Say what the packets of a link tell of its lanes: bytes, DSCP, and who waited for whom."""
+    from testbed.cli.capture import capture  # noqa: PLC0415
+
+    return capture(file, tuple(entering or ()))
 
 
 @app.command(name="list")

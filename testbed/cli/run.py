@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import cast, get_args
@@ -21,12 +21,15 @@ from testbed.cli.blame import INTERRUPTED, explained, sentence_for
 from testbed.cli.janitor import cleaning_up
 from testbed.cli.judge import summarise
 from testbed.cli.progress import reporting
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, HostError
+from testbed.fabric.live.addresses import Plan
 from testbed.fabric.live.blockfile import BlockFormat
 from testbed.fabric.live.lane_offers import settled
 from testbed.fabric.live.limits import check_buildable
+from testbed.fabric.live.recorder import MOST_FILE_BYTES, Recording, capture_points
 from testbed.fabric.live.sandbox import PRIVATE_PATH, run_in_sandbox
 from testbed.metrics.expression import check_expression
+from testbed.metrics.summary import Summary
 from testbed.report import run_folder, tables
 from testbed.runtime.live_run import run_live
 from testbed.runtime.plan import RunPlan, World
@@ -49,6 +52,7 @@ class RunRequest:
     quiet: bool = False
     world: World = "live"
     summary: bool = True
+    capture: Sequence[str] = ()
 
 
 def world_named(name: str) -> World:
@@ -120,7 +124,28 @@ def prepare(request: RunRequest) -> LoadedScenario:
     )
     if request.world == "live":
         check_buildable(loaded.plan.cluster)
-    return loaded
+    return replace(loaded, plan=replace(loaded.plan, capture=_captured(request, loaded)))
+
+
+def _captured(request: RunRequest, loaded: LoadedScenario) -> tuple[str, ...]:
+    """The links to record, each once.
+
+    Raises:
+        ConfigError: a link that the cluster does not have, or a world without packets.
+    """
+    names = tuple(dict.fromkeys(request.capture))
+    if not names:
+        return ()
+    if request.world != "live":
+        raise ConfigError(f"--capture: the {request.world} world has no packets; leave it out, or run live.")
+    points = capture_points(Plan(loaded.plan.cluster))
+    for name in names:
+        if name not in points:
+            raise ConfigError(
+                f"--capture: there is no link {name!r} in this cluster{nearest(name, points)}; "
+                f"there are {', '.join(list(points)[:3])} and so on (`testbed topo` draws them)."
+            )
+    return names
 
 
 def refuse_hidden(out: Path) -> None:
@@ -136,12 +161,13 @@ def refuse_hidden(out: Path) -> None:
 
 
 def stored_bytes(plan: RunPlan) -> int:
-    """The most that storage servers hold at a time: all blocks of all agents, in each replica, plus the past."""
+    """The most that a run stores: all blocks of all agents, in each replica, plus the past; and what is recorded."""
     layout = plan.params.layout
     blocks = sum(layout.full_blocks(script.trajectory.total_tokens) for script in plan.scripts)
     warm = sum(script.warm_tokens // layout.block_tokens for script in plan.scripts)
     copies = min(plan.params.replicas, len(plan.roles.storage))
-    return (blocks * copies + warm) * BlockFormat(layout).file_bytes
+    recorded = MOST_FILE_BYTES * len(plan.capture) * len(plan.systems)
+    return (blocks * copies + warm) * BlockFormat(layout).file_bytes + recorded
 
 
 def _run_inside(loaded: LoadedScenario, folder: Path, request: RunRequest) -> int:
@@ -152,6 +178,7 @@ def _run_inside(loaded: LoadedScenario, folder: Path, request: RunRequest) -> in
             result = run_world(loaded.plan, progress)
         summary = summarise(loaded, result, request.world)
         run_folder.write_results(folder, summary, result.systems)
+        run_folder.write_captures(folder, [_named_below(folder, one) for one in result.recordings])
     except (Exception, KeyboardInterrupt) as error:
         sentence, code = explained(error)
         run_folder.write_failure(folder, sentence)
@@ -162,4 +189,21 @@ def _run_inside(loaded: LoadedScenario, folder: Path, request: RunRequest) -> in
         tables.print_summary(Console(highlight=False), summary)
     for reason in () if told else (*summary.failures, *summary.invalid_reasons):
         sys.stderr.write(f"{reason}\n")
-    return summary.exit_code
+    return _told_captures(folder, summary, result.recordings, told=told)
+
+
+def _named_below(folder: Path, recording: Recording) -> dict[str, object]:
+    return {**asdict(recording), "file": str(Path(recording.file).relative_to(folder))}
+
+
+def _told_captures(folder: Path, summary: Summary, recordings: Sequence[Recording], *, told: bool) -> int:
+    """Say what was recorded. Result: the exit code of the run; a capture that failed is a fault of the host."""
+    for recording in recordings if told else ():
+        sys.stdout.write(f"{recording.text}\n")
+    failures = [recording.failure for recording in recordings if recording.failure]
+    if not failures:
+        return summary.exit_code
+    run_folder.write_failure(folder, "\n".join((*summary.failures, *summary.invalid_reasons, *failures)))
+    for failure in failures:
+        sys.stderr.write(f"error: {failure}\n")
+    return summary.exit_code if summary.failures else HostError.exit_code

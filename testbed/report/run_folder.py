@@ -8,6 +8,8 @@ requests.csv          one line per round and system, times in seconds since its 
 metrics.json          the contract for tools (docs/contract.md)
 roles.json            final report of every role of every system: event-loop lag, CPU time, memory, queues, disk
 <system>/trace/       one event trace per role, written by the roles themselves
+<system>/capture/     packets of the links that --capture named, one pcap file per link
+captures.json         what was recorded, what is not in the files; only with --capture
 failure.txt           only if the run did not end valid: why
 ====================  =========================================================================================
 """
@@ -106,6 +108,16 @@ def write_results(folder: Path, summary: Summary, systems: Sequence[SystemView])
     problems = (*summary.failures, *summary.invalid_reasons)
     if problems:
         write_failure(folder, "\n".join(problems))
+
+
+def write_captures(folder: Path, recordings: Sequence[Mapping[str, Any]]) -> None:
+    """What was recorded of which link.
+
+    Raises:
+        HostError: the disk is full.
+    """
+    if recordings:
+        _write_json(folder / "captures.json", {"captures": list(recordings)})
 
 
 def write_failure(folder: Path, reason: str) -> None:

@@ -28,6 +28,7 @@ from testbed.fabric.live.forkserver import RoleGroup
 from testbed.fabric.live.memory import Memory
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.readback import verify_shaping
+from testbed.fabric.live.recorder import Recording, check_permitted, recording
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveCluster, LiveRole, RoleContext
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, SocketOptions
@@ -62,6 +63,7 @@ def run_live(plan: RunPlan, progress: Progress) -> RunResult:
     """
     progress("building the network", 0.0)
     with Network(plan.cluster) as network:
+        check_permitted(network, plan.capture)
         faults = verify_shaping(network)
         progress("calibrating links", 0.0)
         links = calibrate(network, tolerance=plan.limits.link_tolerance)
@@ -69,12 +71,17 @@ def run_live(plan: RunPlan, progress: Progress) -> RunResult:
         warm = write_warm_blocks(
             plan.scripts, plan.params.layout, plan.vocab_size, warm_dir, lambda f: progress("warming storage", f)
         )
-        runs = [asyncio.run(_run_system(plan, system, network, warm, progress)) for system in plan.systems]
+        runs: list[SystemRun] = []
+        recordings: list[Recording] = []
+        for system in plan.systems:
+            with recording(network, plan.capture, plan.run_dir / system.name / "capture") as found:
+                runs.append(asyncio.run(_run_system(plan, system, network, warm, progress)))
+            recordings += found
         shutil.rmtree(warm_dir, ignore_errors=True)
         faults += [fault for fault in verify_shaping(network) if fault not in faults]
     progress("verifying tokens", 0.0)
     verify_tokens(plan.scripts, runs, lambda script: _reference(plan, script))
-    return RunResult(links=links, shaping_faults=faults, systems=runs)
+    return RunResult(links=links, shaping_faults=faults, systems=runs, recordings=recordings)
 
 
 async def _run_system(

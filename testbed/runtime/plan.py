@@ -50,3 +50,5 @@ class RunPlan:
     limits: TrustLimits
     sim: SimParams
     run_dir: Path
+    capture: tuple[str, ...] = ()
+    """Live only: links whose packets are recorded (``testbed.fabric.live.recorder.capture_points``)."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emulators.agent_driver import Outcome
+from testbed.fabric.live.recorder import Recording
 from testbed.metrics.views import CounterView, LinkView
 
 
@@ -48,3 +49,5 @@ class RunResult:
     shaping_faults: list[str]
     """What the kernel says differs from the specification, one sentence each."""
     systems: list[SystemRun]
+    recordings: list[Recording] = field(default_factory=list)
+    """Packets of chosen links, one entry per system and link."""

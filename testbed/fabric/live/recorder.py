@@ -58,7 +58,7 @@ _STOP_TIMEOUT_S = 20.0
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What was recorded of one link. ``file`` is below the run folder; ``failure`` is one sentence, or empty."""
+    """What was recorded of one link. ``failure`` is one sentence, or empty."""
 
     link: str
     file: str
@@ -90,6 +90,17 @@ def capture_points(plan: Plan) -> dict[str, tuple[str, str]]:
         if endpoint.device.rstrip("0123456789") in ("cnic", "copy", "mem"):
             points[f"{endpoint.host}.{endpoint.device}"] = (endpoint.host, endpoint.device)
     return points
+
+
+def check_permitted(network: Network, names: Sequence[str]) -> None:
+    """Find out before anything runs whether packets of these links can be recorded.
+
+    Raises:
+        HostError: they cannot, and why.
+    """
+    points = capture_points(network.plan)
+    for name in names:
+        _packet_socket(network, name, points[name]).close()
 
 
 @contextmanager
@@ -171,23 +182,8 @@ class _Tap:
         Raises:
             HostError: one of them cannot be opened.
         """
-        host, device = point
-        try:
-            with network.inside(host):
-                sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)  # deaf until bound
-            stack.callback(sock.close)
-            _enlarge(sock)
-            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-            sock.bind((device, _ALL_PROTOCOLS))
-        except PermissionError as error:
-            raise HostError(
-                f"--capture {name}: raw sockets are not permitted here ({error.strerror}); "
-                "allow CAP_NET_RAW inside user namespaces, or run without --capture."
-            ) from error
-        except OSError as error:
-            missing = error.errno == errno.EAFNOSUPPORT
-            why = "this kernel has no packet sockets (CONFIG_PACKET)" if missing else str(error.strerror)
-            raise HostError(f"--capture {name}: {why}; run without --capture.") from error
+        sock = _packet_socket(network, name, point)
+        stack.callback(sock.close)
         path = _path(folder, name)
         header = FILE_HEADER.pack(PCAP_MAGIC_NS, 2, 4, 0, 0, COOKED_HEADER.size + SNAP_BYTES, LINK_TYPE_SLL2)
         try:
@@ -258,6 +254,31 @@ class _Tap:
                 self.sock.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, _STATISTICS.size)
             )
         return self.result
+
+
+def _packet_socket(network: Network, name: str, point: tuple[str, str]) -> socket.socket:
+    """A socket that sees every packet of a device.
+
+    Raises:
+        HostError: naming the link and what is in the way.
+    """
+    host, device = point
+    try:
+        with network.inside(host):
+            sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)  # deaf until it is bound
+        _enlarge(sock)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        sock.bind((device, _ALL_PROTOCOLS))
+    except PermissionError as error:
+        raise HostError(
+            f"--capture {name}: raw sockets are not permitted here ({error.strerror}); "
+            "allow CAP_NET_RAW inside user namespaces, or run without --capture."
+        ) from error
+    except OSError as error:
+        missing = error.errno == errno.EAFNOSUPPORT
+        why = "this kernel has no packet sockets (CONFIG_PACKET)" if missing else str(error.strerror)
+        raise HostError(f"--capture {name}: {why}; run without --capture.") from error
+    return sock
 
 
 def _enlarge(sock: socket.socket) -> None:
