@@ -21,6 +21,7 @@ from testbed.cli.janitor import cleaning_up
 from testbed.cli.main import app
 from testbed.cli.run import stored_bytes
 from testbed.errors import HostError, RunFailedError
+from testbed.fabric.live.recorder import Recording
 from testbed.metrics.summary import LinkRow
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import RunResult
@@ -117,7 +118,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[[Live], None]:
     return use
 
 
-def perfect(plan: RunPlan, *, cpu_share: float = 0.5, wrong: bool = False) -> SimpleNamespace:
+def perfect(plan: RunPlan, *, cpu_share: float = 0.5, wrong: bool = False, full: bool = False) -> SimpleNamespace:
     """A run in which every round takes 10 s and reads nothing, so that idle counters settle the ledger."""
     runs = []
     for system in plan.systems:
@@ -130,7 +131,12 @@ def perfect(plan: RunPlan, *, cpu_share: float = 0.5, wrong: bool = False) -> Si
         run = Run(system=system.name, outcomes=outcomes, host_cpu_share=cpu_share, tokens_verified=tokens)
         run.wrong_tokens = ["agent0 turn 0: token 0 is 1, the reference says 2"] if wrong else []
         runs.append(run)
-    return SimpleNamespace(links=[Link(name="pe0.snic.rx", error=0.0)], shaping_faults=[], systems=runs)
+    recordings = [
+        Recording(link=link, file=str(plan.run_dir / f"{link}.pcap"), failure=f"{link}: no space" if full else "")
+        for link in plan.capture
+    ]
+    links = [Link(name="pe0.snic.rx", error=0.0)]
+    return SimpleNamespace(links=links, shaping_faults=[], systems=runs, recordings=recordings)
 
 
 def only_folder(out: Path) -> Path:
@@ -164,6 +170,23 @@ def test_a_run_is_judged_and_kept(
     jsonschema.validate(document, schema())
     assert document["valid"] is (code == 0) and document["seed"] == 9 and list(document["systems"]) == ["dualpath"]
     assert (folder / "failure.txt").exists() is (code != 0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_capture_that_fails_costs_its_file_and_not_the_run(
+    live: Callable[[Live], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    monkeypatch.setattr("testbed.cli.judge._link_row", lambda link: LINK)
+    live(lambda plan, progress: perfect(plan, full=full))  # type: ignore[arg-type,return-value]
+    done = testbed("run", "quickstart", "--out", str(tmp_path), "--capture", "pe0.cnic0, pe0.snic")
+    folder = only_folder(tmp_path)
+    assert json.loads((folder / "metrics.json").read_text())["valid"]
+    captures = json.loads((folder / "captures.json").read_text())["captures"]
+    assert [(one["link"], one["file"]) for one in captures] == [(x, f"{x}.pcap") for x in ("pe0.cnic0", "pe0.snic")]
+    assert "Capture of pe0.snic: 0 packets" in " ".join(done.out.split())
+    assert done.code == (2 if full else 0)
+    assert done.err.splitlines()[-2:] == (["error: pe0.cnic0: no space", "error: pe0.snic: no space"] if full else [])
+    assert (folder / "failure.txt").exists() is full
 
 
 def test_quiet_prints_errors_only(
