@@ -146,7 +146,7 @@ def _expert_group(engine: str, group: GroupPlan, params: ProtocolParams) -> Expe
         group.engines,
         collectives,
         collectives.parts(params.steps if prefill else ((0, params.layout.layers),)),
-        params.wait_deadline_ns,
+        params.wait_deadline_ns // 2,  # a request's own deadline must not come first
         per_token_ns=collectives.prefill_expert_ns if prefill else 0.0,
         per_round_ns=0.0 if prefill else collectives.decode_expert_ns,
     )

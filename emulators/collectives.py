@@ -11,8 +11,9 @@ through all parts with 0 tokens. Attention that takes longer on one engine is a 
 themselves.
 
 Invariants: a peer is at most one collective ahead, because it has had the own shard of the one before; so at most two
-collectives' shards are held per peer. A barrier has a deadline: who is not heard of by then is not waited for until it
-is heard again, and a group that went on without this engine is caught up with, without waiting.
+collectives' shards are held per peer. A barrier has a deadline: who is not heard of by then is not waited for in the
+rest of the round, and an engine that its group went on without catches up, without waiting. The next round finds all
+together again.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ DEADLINE = "collective"
 """Key of the deadline of a barrier."""
 EXPERTS_ID = 0
 """Compute id of the experts' time: the ids of an engine's own computes start at 1, and one is out at a time."""
+_EXTENSION = 4
+"""A barrier's deadline is extended once, by this part of it."""
 _HELD_ROUNDS = 4096
 """Rounds whose attention time is remembered; beyond, every other one is."""
 _DIGITS = 8
@@ -137,10 +140,11 @@ class ExpertGroup:
         self._layers = [collectives.expert_layers(p.begin, p.end) for p in parts]
         self._arrived: dict[str, dict[int, tuple[int, int]]] = {p: {} for p in self.peers}  # number -> tokens, latency
         self._excused = dict.fromkeys(self.peers, 0)  # shards below this number are neither awaited nor wrong
-        self._absent: dict[str, None] = {}  # not awaited until heard of
+        self._absent: dict[str, None] = {}  # not awaited in this round until heard of
         self._brought: dict[str, int] = {}  # tokens of each peer in this part
         self._posted_ns = 0
         self._deadline_ns = 0
+        self._extended = False
 
     # --- what the engine asks ------------------------------------------------------------------------------------
 
@@ -224,12 +228,25 @@ class ExpertGroup:
             raise PeerError(f"{what} comes while it is at {_name(self._tag)}: the group went on without it")
         return self.resume(out, now_ns)
 
-    def late(self, now_ns: int) -> str:
-        """The deadline has passed: who is missing, in words; "" if it was renewed. They are not awaited any more."""
+    def late(self, out: Outbox, now_ns: int) -> str:
+        """The deadline has passed: who is missing, in words; they are not awaited in this round any more.
+
+        "" if the deadline was renewed, or is now: a peer of whom nothing later is here may itself wait for a shard that
+        was lost, and give up first. So one loss is one error.
+        """
         if self.phase not in _WAITING or now_ns < self._deadline_ns:
             return ""
         missing = [p for p in self.peers if not self._is_here(p)]
-        self._absent.update(dict.fromkeys(missing))
+        if not self._extended and not all(self._arrived[p] for p in missing):
+            self._extended = True
+            self._deadline_ns = now_ns + self._wait_ns // _EXTENSION
+            out.add(SetDeadline(DEADLINE, self._deadline_ns))
+            return ""
+        for peer in missing:
+            if self._arrived[peer]:  # it is there, only this shard is lost
+                self._excused[peer] = self._number + 1
+            else:
+                self._absent[peer] = None
         self.figures.given_up += 1
         return f"{_name(self._tag)} did not come from {', '.join(missing)}"
 
@@ -262,7 +279,7 @@ class ExpertGroup:
     def _post(self, shards: tuple[tuple[str, int], ...], out: Outbox, now_ns: int) -> bool:
         self.figures.exchanges += 1
         self.figures.sent_bytes += sum(size for _, size in shards)
-        self._posted_ns, self._deadline_ns = now_ns, now_ns + self._wait_ns
+        self._posted_ns, self._deadline_ns, self._extended = now_ns, now_ns + self._wait_ns, False
         out.add(Exchange(self._tag, self.tokens, shards))
         out.add(SetDeadline(DEADLINE, self._deadline_ns))
         return self.resume(out, now_ns)
@@ -286,6 +303,7 @@ class ExpertGroup:
         if self.part == len(self.parts):
             self.part, self.phase = 0, Phase.IDLE
             self.round += 1
+            self._absent.clear()
             self.figures.rounds += 1
             return True
         self.phase = Phase.LOCAL
@@ -377,7 +395,7 @@ class GroupMember(RoleMachine[R]):
                     over = group.resume(self.out, self.now_ns)
                 self._went_on(over)
             case DeadlinePassed():
-                if group is not None and event.key == DEADLINE and (late := group.late(self.now_ns)):
+                if group is not None and event.key == DEADLINE and (late := group.late(self.out, self.now_ns)):
                     self._fail_batch("CollectiveTimedOut", late)
                     self._went_on(group.resume(self.out, self.now_ns))
             case _:

@@ -3,6 +3,7 @@
     python -m tests.simulation.inject 'dualpath 7 drop:PrefixLoaded:1'
 
 replays system ``dualpath`` with seed 7, dropping the second PrefixLoaded. Several faults may follow each other.
+``dualpath@ep`` has nodes of two GPUs, with collectives among those of a group.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emulators.agent_driver import Outcome
 from testbed.protocol import machine as mc
@@ -18,7 +19,7 @@ from testbed.protocol import messages as m
 from tests.support import faults as ft
 from tests.support.leaks import leaks
 from tests.support.local_world import ListScript, LocalWorld
-from tests.support.worlds import cluster, small_params
+from tests.support.worlds import COLLECTIVES, cluster, small_params
 
 DEADLINE_NS = 200_000_000
 LATE_NS = DEADLINE_NS + DEADLINE_NS // 2
@@ -69,9 +70,16 @@ _ON_FETCHES: dict[str, Callable[[mc.FetchBlock], list[mc.Action | ft.Fault]]] = 
 _ON_STORES: dict[str, Callable[[mc.StoreBlock], list[mc.Action | ft.Fault]]] = {
     "disk-full": lambda store: [ft.FailedStore(store)],
 }
+_ON_EXCHANGES: dict[str, Callable[[mc.Exchange], list[mc.Action | ft.Fault]]] = {
+    "lose-shards": lambda exchange: [replace(exchange, shards=())],
+    "repeat-shards": lambda exchange: [exchange, exchange],
+    "late-shards": lambda exchange: [ft.Delayed(exchange, LATE_NS)],
+}
 # Hops of a write, by what its ends are: kind of the source role, then of the destination endpoint.
 HOPS = ("st>snic", "snic>st", "pe.dram>hbm", "de.dram>hbm", "pe.hbm>dram", "de.hbm>dram")
-KINDS = {"message": _ON_MESSAGES, "write": _ON_WRITES, "fetch": _ON_FETCHES, "store": _ON_STORES}
+KINDS = {
+    "message": _ON_MESSAGES, "write": _ON_WRITES, "fetch": _ON_FETCHES, "store": _ON_STORES, "exchange": _ON_EXCHANGES,
+}  # fmt: skip
 
 
 def hop_of(role: str, write: mc.Write) -> str:
@@ -111,6 +119,8 @@ class Injection:
                 return _ON_WRITES[self.what](action) if self._strikes() else [action]
             case mc.FetchBlock() if self.what in _ON_FETCHES:
                 return _ON_FETCHES[self.what](action) if self._strikes() else [action]
+            case mc.Exchange() if self.what in _ON_EXCHANGES and role.startswith(self.where):
+                return _ON_EXCHANGES[self.what](action) if self._strikes() else [action]
             case mc.StoreBlock() if self.what in _ON_STORES:
                 return _ON_STORES[self.what](action) if self._strikes() else [action]
         return [action]
@@ -133,6 +143,7 @@ class FaultRun:
     def __post_init__(self) -> None:
         system, seed, *faults = self.text.split()
         self.injections = [Injection.parse(f) for f in faults]
+        system, _, expert_parallel = system.partition("@")
         params = small_params(
             wait_deadline_ns=DEADLINE_NS,
             fetch_interval_ns=10_000_000,
@@ -140,9 +151,10 @@ class FaultRun:
             stage_pages=2,
             de_hbm_pages=24,
             compute_quota_ns=3 * 6 * 1_000,  # six new tokens per forward: chunked prefill
+            collectives=COLLECTIVES if expert_parallel else None,
         )
         scripts = [ListScript(f"a{i}", TURNS, seed=int(seed)) for i in range(AGENTS)]
-        spec = cluster(prefill=1, decode=2, gpus=1, storage=2)
+        spec = cluster(prefill=1, decode=2, gpus=2 if expert_parallel else 1, storage=2)
         self.world = LocalWorld(spec, params, system, scripts, seed=int(seed), hook=self._hook)
 
     def _hook(self, role: str, action: mc.Action) -> list[mc.Action | ft.Fault]:

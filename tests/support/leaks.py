@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from emulators.collectives import ExpertGroup, Phase
 from testbed.protocol.pages import PagePool
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
@@ -61,6 +62,9 @@ def _machine_leaks(machine: Any) -> Iterator[str]:
         elif isinstance(value, dict | list | set | deque | tuple):
             if value:
                 yield f"{key}: {len(value)} left ({str(value)[:200]})"
+        elif isinstance(value, ExpertGroup):
+            if value.phase is not Phase.IDLE or any(value._arrived.values()):
+                yield f"{key}: {value.phase.value}, shards {value._arrived}"
         elif type(value).__name__ == "Persister":
             yield from (f"persister.{left}" for left in _machine_leaks(value))
         elif key in ("forward", "computing") and value is not None:

@@ -38,18 +38,24 @@ class SimCluster:
         seed: int = 0,
         starts_ns: Sequence[int] = (),
         sim: SimParams | None = None,
+        cost: Any = None,
     ) -> None:
         self.layout = params.layout
         self.plan = plan_cluster(spec)
         self.scripts = scripts
         self.bytes_via: Counter[tuple[str, str]] = Counter()
         config = system_named(system)
-        cost: Any = FlatCost()
         self.world = SimWorld(
             spec,
             params.layout,
             describe_roles(
-                self.plan, config, params, cost, scripts, starts_ns or [0] * len(scripts), central_host="ctl0"
+                self.plan,
+                config,
+                params,
+                cost or FlatCost(),
+                scripts,
+                starts_ns or [0] * len(scripts),
+                central_host="ctl0",
             ),
             sim or SimParams(draw=seed),
             vocab_size=VOCAB,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from emulators.agent_driver import Outcome
 from testbed.fabric.spec import ClusterSpec
 from testbed.ids import cnic_dram_endpoint, cnic_hbm_endpoint, node_of, snic_endpoint
+from testbed.protocol.collectives import Collectives
 from testbed.protocol.layout import BlockLayout
 from testbed.protocol.params import SYSTEMS, ProtocolParams
 from tests.support.local_world import LocalWorld
@@ -16,6 +17,11 @@ from tests.support.sim_cluster import SimCluster
 RATE = 10**8
 SERVED = (*SYSTEMS, "dualpath-split")
 """Systems that differ in what is read and sent where."""
+COLLECTIVES = Collectives(
+    transport="rdma", layers=2, dense_layers=1, top_k=2, dispatch_bytes=64.0, combine_bytes=128.0,
+    prefill_expert_ns=500.0, decode_expert_ns=10_000.0, cnic_rate_bps=RATE,
+)  # fmt: skip
+"""Two parts for TINY's three layers; parts of one layer and none where a step has one layer."""
 TINY = BlockLayout(model="tiny", layers=3, block_tokens=4, bytes_per_token_layer=8)
 
 

@@ -20,6 +20,7 @@ SMALL = (
     "run", "quickstart", "--world", "sim", "--set", "workload.agents=6", "--set", "workload.max_turns=3",
     "--set", "cluster.gpus_per_node=2",
 )  # fmt: skip
+RDMA = ("--set", "collectives.transport=rdma")
 ENVIRONMENT = "environment.json"
 """What depends on where and when a run was made: the command with its folder, the host."""
 
@@ -79,6 +80,25 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert other["requests.csv"] != first["requests.csv"]
 
 
+def test_collectives_are_simulated_alike_and_settled_to_the_byte(tmp_path: Path) -> None:
+    arguments = ("--set", "collectives.transport=rdma", "--systems", "dualpath", "--quiet")
+    for folder in ("first", "second"):
+        done = cli(*SMALL, *arguments, "--out", str(tmp_path / folder))
+        assert done.code == 0, done.err
+    first, second = (contents(only_folder(tmp_path / folder)) for folder in ("first", "second"))
+    assert [name for name in first if first[name] != second[name]] == []
+    document = json.loads(first["metrics.json"])
+    schema = Path(testbed.report.__file__).parent / "schema" / "metrics.schema.json"
+    jsonschema.validate(document, json.loads(schema.read_text()))
+    seen = document["systems"]["dualpath"]["collectives"]
+    assert all(seen[key][kind]["p50"] > 0 for key in ("dispatch_s", "combine_s") for kind in ("pe", "de"))
+    entries = {e["resource"]: e for e in document["ledger"]}
+    for resource in ("pe0.cnic0.read", "pe0.cnic1.write", "de0.cnic0.write", "de0.cnic1.read"):
+        entry, high = entries[resource], entries[f"{resource} (high lane)"]
+        assert entry["measured_bytes"] == entry["expected_bytes"] > 0, entry
+        assert 0 < high["measured_bytes"] == pytest.approx(high["expected_bytes"], rel=1e-4), high
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -86,6 +106,16 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         (("--set", "topology=48p96d"), "the live world builds at most 16, for every GPU is a process of this host"),
         (("--set", "cluster.gpus_per_node=17"), "gpus_per_node (g) is 17, but the live world builds at most 16"),
         (("--world", "sim", "--set", "sim.disk_latency_s=-1"), "sim.disk_latency_s is -1, but it must be between"),
+        (
+            (*RDMA, "--set", "model=qwen-32b"),
+            "Qwen 32B has no experts, so its engines exchange nothing; set collectives.",
+        ),
+        ((*RDMA, "--set", "cluster.gpus_per_node=1"), "group pe-group0 is pe0gpu0 alone, which has nobody to exchange"),
+        (
+            ("--set", "collectives.transport=rails"),
+            'every group here is one node; set collectives.transport = "rdma" or',
+        ),
+        ((*RDMA, "--set", "collectives.layers=-1"), "collectives.layers is -1, but it must be at least 1."),
     ],
 )
 def test_a_world_that_cannot_run_it_says_why(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
