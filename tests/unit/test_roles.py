@@ -244,6 +244,21 @@ async def test_a_collective_between_roles_and_what_is_reported_of_it(stage: Stag
     assert not roles[1].failure.done(), "who has stopped may be left"
 
 
+async def test_what_comes_before_the_start_waits_for_it(stage: Stage) -> None:
+    tag = m.ExchangeTag(0, 0, False)
+    early = Script("a", on(m.Started, m.Exchange(tag, 1, (("b", 10),)), m.Send("b", PrefillStarted("r"))))
+    late = Script("b")
+    sender, receiver = [await stage.play(x, peers=[y]) for x, y in ((early, "b"), (late, "a"))]
+    sender.start()
+    async with asyncio.timeout(5):
+        while len(receiver._events) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert late.seen == []
+    receiver.start()
+    kinds = [type(await late.next()) for _ in range(3)]
+    assert kinds[0] is m.Started and set(kinds[1:]) == {m.Received, m.ShardArrived}
+
+
 async def test_a_role_dies_of_a_lost_collective(stage: Stage) -> None:
     a, b = [await stage.play(Script(me), peers=[peer]) for me, peer in ("ab", "ba")]
     for role in (a, b):

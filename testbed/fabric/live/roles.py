@@ -139,7 +139,8 @@ class LiveRole:
         self._trace = TraceWriter(context.run_dir / "trace" / f"{context.name}.jsonl") if trace else None
         self._events: deque[m.Event] = deque()
         self._drain_due = False
-        self._running = False
+        self._running = False  # between start and the end; what comes earlier waits
+        self._over = False
         self._alarm = Alarm(self._ring)
         self._deadlines = Deadlines()
         self._gpu = Gpu()
@@ -189,11 +190,12 @@ class LiveRole:
         self._cpu_started_ns = cpu_time_ns()
         if self._exchange is not None:
             self._exchange.connect()  # now, so that no shard waits for it
-        self.deliver(m.Started())
+        self._events.appendleft(m.Started())  # a peer that started earlier may have been heard already
+        self._wake()
 
     def quiesce(self) -> dict[str, object]:
         """Stop the machine; peers that vanish from now on are no news. Result: the final report."""
-        self._running = False
+        self._end()
         self._events.clear()
         self._alarm.set(None)
         self._lag.stop()
@@ -203,7 +205,7 @@ class LiveRole:
 
     async def close(self) -> None:
         """Close all connections and files."""
-        self._running = False
+        self._end()
         for task in self._disk_tasks:
             task.cancel()
         if self._data is not None:
@@ -254,12 +256,19 @@ class LiveRole:
 
     def deliver(self, event: m.Event) -> None:
         """Queue an event for the machine."""
-        if not self._running:
+        if self._over:
             return
         self._events.append(event)
+        if self._running:
+            self._wake()
+
+    def _wake(self) -> None:
         if not self._drain_due:
             self._drain_due = True
             self._loop.call_soon(self._drain)
+
+    def _end(self) -> None:
+        self._running, self._over = False, True
 
     def _drain(self) -> None:
         self._drain_due = False
@@ -274,9 +283,8 @@ class LiveRole:
         except Exception as error:
             self._die(error)
             return
-        if events and not self._drain_due:
-            self._drain_due = True
-            self._loop.call_soon(self._drain)
+        if events:
+            self._wake()
         self._post_submitted()
         self._set_alarm()
 
@@ -304,7 +312,7 @@ class LiveRole:
         self._warn(f"lost {role}: {reason}")
 
     def _exchange_failed(self, error: TestbedError) -> None:
-        if self._running:
+        if not self._over:
             self._die(error)
 
     def _warn(self, text: str) -> None:
@@ -314,7 +322,7 @@ class LiveRole:
                 self._trace.note(time.monotonic_ns(), "Warning", why=text)
 
     def _die(self, error: BaseException) -> None:
-        self._running = False
+        self._end()
         if self._trace is not None:
             with contextlib.suppress(HostError):  # the error is what counts
                 self._trace.flush()
