@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from testbed.errors import HostError, TestbedError
+from testbed.errors import TestbedError
 from tests.kernel import initramfs
-from tests.kernel.packages import find_tool, library_path
+from tests.kernel.packages import find_tool, kernel_of, library_path
 
 MEMORY_MIB = 2048
 PROCESSORS = 2
@@ -35,7 +33,7 @@ def run(root: Path, checkout: Path, command: Sequence[str], environment: Mapping
     Raises:
         GuestError: no exit code came back within ``limit_s`` seconds.
     """
-    modules, kernel = _prepare(root)
+    modules, kernel = kernel_of(root)
     with tempfile.TemporaryDirectory(prefix="run-", dir=root.parent) as folder:
         results = Path(folder)
         _write_inputs(results, root, modules.parent, checkout, command, environment)
@@ -46,20 +44,6 @@ def run(root: Path, checkout: Path, command: Sequence[str], environment: Mapping
         if not code.exists() or not code.read_text().strip():
             raise GuestError(f"the guest ended without a result; its kernel's last words:\n{_last_words(results)}")
         return int(code.read_text())
-
-
-def _prepare(root: Path) -> tuple[Path, Path]:
-    """The folder of the kernel's modules, with modules.dep made, and the kernel."""
-    folders = sorted(root.glob("lib/modules/*")) or sorted(root.glob("usr/lib/modules/*"))
-    kernels = sorted(root.glob("boot/vmlinuz-*")) or sorted(root.glob("usr/lib/modules/*/vmlinuz"))
-    if not folders or not kernels:
-        raise HostError(f"{root} holds no kernel: remove that folder and try again.")
-    modules = folders[-1]
-    if not (modules / "modules.dep").exists():
-        base = modules.parents[2]
-        kmod = find_tool(root, "kmod")
-        subprocess.run(["depmod", "-b", str(base), modules.name], executable=kmod, check=True)  # kmod goes by argv[0]
-    return modules, kernels[-1]
 
 
 def _write_inputs(
@@ -109,12 +93,9 @@ def _boot(command: Sequence[str], libraries: str, limit_s: float, console: Path)
     environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
     late = threading.Event()
     command = ["setpriv", "--pdeathsig", "KILL", *command]  # so that no SIGKILL of ours leaves it behind
-    with (
-        _ended_by_sigterm(),
-        subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as qemu,
-    ):
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as qemu:
 
         def stop() -> None:
             late.set()
@@ -135,20 +116,6 @@ def _boot(command: Sequence[str], libraries: str, limit_s: float, console: Path)
             f"the guest was ended after {limit_s:g} s (its tests hang, or this host is busy: --limit SECONDS gives "
             f"it more); its kernel's last words:\n{_last_words(console.parent)}"
         )
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that no QEMU stays behind."""
-
-    def end(signum: int, _: object) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _last_words(results: Path) -> str:

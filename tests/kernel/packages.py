@@ -23,7 +23,7 @@ from testbed.errors import HostError
 TOOLS = ("qemu-system-x86", "busybox-static", "kmod")
 KERNEL = "linux-image-amd64"
 NEEDED_BYTES = 1 << 30
-MOST_SECONDS = 900  # for one step of apt-get or dpkg
+MOST_SECONDS = 300  # for one step of apt-get or dpkg
 _NOT_FOLLOWED = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
 
 
@@ -64,6 +64,19 @@ def ensure(cache: Path) -> Path:
     return root
 
 
+def kernel_of(root: Path) -> tuple[Path, Path]:
+    """The folder of the kernel's modules, and the kernel.
+
+    Raises:
+        HostError: there is none.
+    """
+    modules = sorted(root.glob("lib/modules/*")) or sorted(root.glob("usr/lib/modules/*"))
+    kernels = sorted(root.glob("boot/vmlinuz-*")) or sorted(root.glob("usr/lib/modules/*/vmlinuz"))
+    if not modules or not kernels:
+        raise HostError(f"{root} holds no kernel: remove that folder and try again.")
+    return modules[-1], kernels[-1]
+
+
 def library_path(root: Path) -> str:
     """What LD_LIBRARY_PATH must be for a program of ``root``."""
     folders = [root / base / "x86_64-linux-gnu" for base in ("usr/lib", "lib")]
@@ -100,6 +113,8 @@ def _fetch(cache: Path, root: Path) -> None:
     if shutil.disk_usage(cache).free < NEEDED_BYTES:
         raise _no_space(cache)
     print(f"fetching {KERNEL}, {', '.join(TOOLS)} into {cache} (once) ...", flush=True)
+    for stale in cache.glob("new-*"):  # of a run that was killed
+        shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=cache) as folder:
         new = Path(folder, "root")
         debs, apt = Path(folder, "debs"), Path(folder, "apt")
@@ -107,7 +122,7 @@ def _fetch(cache: Path, root: Path) -> None:
             made.mkdir(parents=True)
         options = [  # lists of our own: no root, and the host's may be old or none
             *("-o", f"Dir::State::Lists={apt / 'lists'}", "-o", f"Dir::Cache={apt}", "-o", "Debug::NoLocking=1"),
-            *("-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=2", "-o", "Acquire::http::Timeout=20"),
+            *("-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20"),
         ]
         _run(["apt-get", *options, "-q", "update"], debs)
         listing = _run(
@@ -118,7 +133,21 @@ def _fetch(cache: Path, root: Path) -> None:
         _run(["apt-get", *options, "-q", "download", *names], debs)
         for deb in sorted(debs.glob("*.deb")):
             _run(["dpkg", "-x", str(deb), str(new)], debs)
+        _list_modules(new)
         os.rename(new, root)
+
+
+def _list_modules(root: Path) -> None:
+    """Make modules.dep, which the package leaves to its installation."""
+    modules, _ = kernel_of(root)
+    kmod = find_tool(root, "kmod")
+    try:
+        # kmod is depmod when called so; /lib/modules is below the base
+        subprocess.run(["depmod", "-b", modules.parents[2], modules.name], executable=kmod, check=True)
+    except subprocess.CalledProcessError as error:
+        raise HostError(
+            f"the modules of kernel {modules.name} cannot be listed (depmod: {error.returncode})."
+        ) from None
 
 
 def _run(command: Sequence[str], folder: Path) -> str:

@@ -149,6 +149,7 @@ def complaints(left: DirectionVerdict, entered: DirectionVerdict, queue: LaneWai
     return found
 
 
+@pytest.mark.stock_kernel
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

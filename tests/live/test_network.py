@@ -71,12 +71,11 @@ def test_every_path_ends_in_memories_and_names_the_papers_steps() -> None:
 
 
 @pytest.mark.live
-@pytest.mark.stock_kernel
 @pytest.mark.parametrize(
     "spec",
     [
         small_spec(gpus=1, mbit=1),
-        small_spec(decode=2, servers=3, storage_mbit=40),
+        pytest.param(small_spec(decode=2, servers=3, storage_mbit=40), marks=pytest.mark.stock_kernel),
         small_spec(prefill=2, gpus=8, mbit=400),
         small_spec(gpus=1, mbit=40_000),
     ],
@@ -99,6 +98,7 @@ def test_it_can_be_built_again_after_it_was_closed() -> None:
 
 
 @pytest.mark.live
+@pytest.mark.stock_kernel
 def test_counters_give_the_payload_of_every_step_of_a_path_and_nothing_else() -> None:
     pairs = (
         ("st0.snic", "pe0.snic", 0),
