@@ -15,6 +15,7 @@ from pathlib import Path
 from testbed.errors import TestbedError
 from tests.kernel import initramfs
 from tests.kernel.packages import find_tool, kernel_of, library_path
+from tests.kernel.tsc import tsc_khz
 
 MEMORY_MIB = 2048
 PROCESSORS = 2
@@ -70,6 +71,8 @@ def _qemu_command(root: Path, kernel: Path, image: Path, results: Path) -> list[
     firmware = [root / "usr/share" / name for name in ("qemu", "seabios", "ipxe")]
     shares = {"host": ("/", "readonly=on"), "results": (str(results), "readonly=off")}
     append = "console=ttyS0 panic=-1 quiet mitigations=off tsc=reliable"
+    if (khz := tsc_khz()) is not None:
+        append += f" tsc_early_khz={khz}"
     return [
         str(find_tool(root, "qemu-system-x86_64")),
         *(word for folder in firmware if folder.is_dir() for word in ("-L", str(folder))),

@@ -16,7 +16,7 @@ stty -F /dev/ttyS1 -opost -echo 115200
 exec </dev/null >/dev/ttyS1 2>&1
 export TMPDIR=/testbed-tmp HOME=/testbed-tmp TERM=dumb LANG=C.UTF-8 TESTBED_REQUIRE_LIVE=1
 cd "$CHECKOUT" || echo "cannot enter $CHECKOUT"
-echo "kernel $(uname -r), $(nproc) processors, as user $GUEST_UID, $(cut -d' ' -f1 /proc/uptime) s after its start"
+echo "kernel $(uname -r), $(nproc) processors, as user $GUEST_UID, ready $(cut -d' ' -f1 /proc/uptime) s after its start"
 code=0
 setpriv --reuid "$GUEST_UID" --regid "$GUEST_GID" --clear-groups /bin/sh /testbed-results/command || code=$?
 echo "$code" >/testbed-results/code

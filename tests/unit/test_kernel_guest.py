@@ -10,6 +10,7 @@ import pytest
 from testbed.errors import HostError
 from tests.kernel import initramfs, packages
 from tests.kernel.__main__ import marked_files
+from tests.kernel.tsc import tsc_khz
 
 DEPENDS = """\
 linux-image-amd64
@@ -129,6 +130,14 @@ def test_a_mirror_that_does_not_answer_is_named_and_leaves_nothing(
     with pytest.raises(HostError, match=r"apt-get: Unable to locate package kmod\); a Debian or Ubuntu mirror"):
         packages.ensure(tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+def test_the_clock_rate_that_a_guest_is_told_is_this_processors() -> None:
+    once, again = tsc_khz(), tsc_khz()
+    if once is None or again is None:
+        pytest.skip("this host allows no code in memory that can be written")
+    assert once == pytest.approx(again, rel=0.001)
+    assert 10**5 < once < 10**7  # 0.1 to 10 GHz
 
 
 def test_files_that_the_guest_runs_are_found_by_the_marker() -> None:
