@@ -26,4 +26,5 @@ def tsc_khz() -> int | None:
     begin, begin_ns = read(), time.perf_counter_ns()
     time.sleep(_MEASURED_S)
     end, end_ns = read(), time.perf_counter_ns()
-    return round((end - begin) * 1_000_000 / (end_ns - begin_ns))
+    counted: int = end - begin
+    return round(counted * 1_000_000 / (end_ns - begin_ns))
