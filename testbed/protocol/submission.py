@@ -73,10 +73,9 @@ class SubmitCounters:
 
 @dataclass(slots=True)
 class _Thread:
-    """``free_ns``: when it has submitted what has left; ``leaves_ns``: when the head of the queue will leave."""
+    """``leaves_ns``: when the head of the queue will leave; None if it has not been begun."""
 
     waiting: deque[tuple[Write, int]] = field(default_factory=deque)  # with the time when it was asked for
-    free_ns: int = 0
     leaves_ns: int | None = None
     out: int = 0
     counters: SubmitCounters = field(default_factory=SubmitCounters)
@@ -122,7 +121,7 @@ class Submitter:
                 counters.writes += 1
                 counters.busy_ns += write.submit_ns
                 counters.waited_ns += at_ns - asked_ns
-                thread.free_ns, thread.leaves_ns = at_ns, None
+                thread.leaves_ns = None
                 if write.window:
                     thread.out += 1
                     self._out[write.write_id] = thread
@@ -141,4 +140,4 @@ class Submitter:
         write, asked_ns = thread.waiting[0]
         if write.window and thread.out >= write.window:
             return
-        thread.leaves_ns = max(thread.free_ns, asked_ns, now_ns) + write.submit_ns
+        thread.leaves_ns = max(asked_ns, now_ns) + write.submit_ns

@@ -100,3 +100,10 @@ def test_costs_that_cannot_be() -> None:
         SubmissionCosts(doorbell_batch=0)
     with pytest.raises(ConfigError, match=r"submission\.copies_outstanding is -1"):
         SubmissionCosts(copies_outstanding=-1)
+
+
+def test_a_late_look_loses_no_time() -> None:
+    submitter = Submitter()
+    for k in range(3):
+        submitter.ask(post(k, PCIE, 10), 0)
+    assert [w.write_id for w in submitter.take(29)] == [0, 1] and submitter.next_ns() == 30
