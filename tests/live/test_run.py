@@ -160,6 +160,15 @@ def test_every_system_is_green(tmp_path: Path, system: str) -> None:
     assert all(abs(entry.error) <= 0.02 for entry in summary.ledger)
 
 
+def test_a_split_read_is_green(tmp_path: Path) -> None:
+    small = ("workload.agents=1", "workload.start_turn=3", "workload.max_turns=2", "protocol.split_least_blocks=1")
+    summary, rounds = run_judged(tmp_path, "quickstart", small, "dualpath-split")
+    assert (summary.failures, summary.invalid_reasons) == ((), ())
+    assert summary.systems[0].tokens_verified == summary.systems[0].tokens_emitted > 0
+    assert all(abs(entry.error) <= 0.02 for entry in summary.ledger)
+    assert any(o.read_side == "split" for o in rounds["dualpath-split"])
+
+
 def test_trajectories_from_files_share_the_blocks_of_their_system_prompt(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You are a programmer. " + " ".join(f"rule {k}" for k in range(400))}
     for name in ("first", "second"):
