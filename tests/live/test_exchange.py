@@ -36,9 +36,10 @@ pytestmark = pytest.mark.live
 
 ENGINES = ("pe0gpu0", "pe0gpu1")
 CNIC = "pe0.cnic0"  # the shards of pe0gpu0 leave by it, and so does the KV of pe0's DRAM for de0
-ROUNDS, WARM_UP = 15, 3
-SHARD_BYTES = 100_000
-"""8 ms at 100 Mbit/s, of which a link that was idle owes 2 ms of burst."""
+ROUNDS, WARM_UP = 8, 2
+SHARD_BYTES = 200_000
+"""16 ms at 100 Mbit/s, of which a link that was idle owes 2 ms of burst."""
+ATTEMPTS = 3  # at figures that other programs on the host can spoil
 SUPER_PACKET_NS = 8_066 * 8 * 10  # at 100 Mbit/s
 
 
@@ -75,7 +76,7 @@ class Seen:
 
 
 @functools.cache
-def seen() -> dict[str, Seen]:
+def seen(attempt: int) -> dict[str, Seen]:
     return in_sandbox(_try_all)
 
 
@@ -126,7 +127,7 @@ def _build(cluster: LiveCluster, context: RoleContext) -> LiveRole:
 
 
 def test_shards_are_in_the_high_lane_and_kv_is_not(tmp_path: Path) -> None:
-    loaded = seen()["htb"]
+    loaded = seen(1)["htb"]
     (tmp_path / "x.pcap").write_bytes(loaded.pcap)
     left, entered = judge(read_packets(tmp_path / "x.pcap"))
     shards = 2 * ROUNDS * shard_wire_bytes(SHARD_BYTES)
@@ -144,7 +145,11 @@ def test_shards_are_in_the_high_lane_and_kv_is_not(tmp_path: Path) -> None:
 
 
 def test_kv_does_not_slow_collectives_down_unless_lanes_are_off() -> None:
-    idle, isolated, mixed = (seen()[name].latency_ns for name in ("idle", "htb", "none"))
-    assert idle > 0.7 * SHARD_BYTES * 8 * 10, "no quicker than the link"
-    assert isolated < 1.5 * idle + 2 * SUPER_PACKET_NS
-    assert mixed > 1.5 * isolated
+    told = []
+    for attempt in range(1, ATTEMPTS + 1):
+        idle, isolated, mixed = (seen(attempt)[name].latency_ns for name in ("idle", "htb", "none"))
+        assert idle > 0.7 * SHARD_BYTES * 8 * 10, "no quicker than the link"
+        if isolated < 1.3 * idle + 2 * SUPER_PACKET_NS and mixed > 1.5 * isolated:
+            return
+        told.append((idle, isolated, mixed))
+    pytest.fail(f"medians in ns, idle, isolated, mixed: {told}")
