@@ -60,6 +60,9 @@ def main() -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     print(f"stock kernel: pytest ended with {code}, {time.monotonic() - started:.0f} s in all")
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if code and load > processors + guest.PROCESSORS:
+        print(f"this host is busy (load {load:.0f} on {processors} processors): rates in the guest may have suffered")
     return 1 if code == 2 else code
 
 

@@ -167,7 +167,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
         complaints = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         said = next((line for line in complaints if line.startswith("E:")), complaints[-1])
         if "enough free space" in done.stderr or "No space left" in done.stderr:
-            raise _no_space(folder)
+            raise _no_space(folder.parents[1])
         raise HostError(
             f"the stock kernel's packages cannot be had here ({command[0]}: {said.removeprefix('E:').strip()}); "
             "a Debian or Ubuntu mirror must be in apt's sources and reachable."
