@@ -27,6 +27,11 @@ def test_same_ends_for_a_request_with_hits() -> None:
     _compare("1p1d-1r-1l", 0, frozenset())
 
 
+@pytest.mark.nightly
+def test_same_ends_for_a_split_read() -> None:
+    _compare("1p1d-1r-split", 0, frozenset())
+
+
 def _compare(config: str, faults: int, kinds: frozenset[str]) -> None:
     _, full = explore(config, faults, full=True, kinds=kinds)
     _, reduced = explore(config, faults, kinds=kinds)

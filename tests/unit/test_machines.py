@@ -19,7 +19,7 @@ from testbed.ids import DRIVER
 from testbed.protocol import machine as mc
 from testbed.protocol import messages as m
 from testbed.protocol.grants import GrantRef
-from testbed.protocol.params import SYSTEMS
+from testbed.protocol.params import SYSTEMS, system_named
 from testbed.protocol.plan import plan_cluster
 from tests.support.local_world import FlatCost, ListScript
 from tests.support.worlds import TINY, cluster, small_params
@@ -74,6 +74,24 @@ def test_reads_assigned_since_a_report_count_in_the_next_side_decision() -> None
     assert scheduler.read_queues == {"pe0": 20 + 28, "de0": 24}
     scheduler.handle(_report(PE.name, serial=4), 4)
     assert scheduler.read_queues["pe0"] == 0  # the leader knows them, and says that they are read
+
+
+def test_a_split_read_counts_in_both_queues_until_its_node_has_read_its_share() -> None:
+    split, params = system_named("dualpath-split"), small_params(de_hbm_pages=64)
+    scheduler, leaders = CentralScheduler(PLAN, split, params), [GroupLeader(g, params) for g in (PE, DE)]
+    _submit(scheduler, "r0", 41, hits=7)
+    scheduler.handle(_report(PE.name, serial=0), 2)
+    actions = scheduler.handle(_report(DE.name, serial=0, queue=12), 3)
+    (told,) = _sent(actions, m.RequestScheduled)
+    assert isinstance(told, m.RequestScheduled)
+    assert (told.read_side, told.hit_tokens, told.de_hit_tokens) == ("split", 28, 8)  # 0 + 5 blocks, 3 + 2 blocks
+    assert scheduler.read_queues == {"pe0": 20, "de0": 12 + 8}
+    for leader, node, tokens in zip(leaders, ("pe0", "de0"), (20, 8), strict=True):
+        (assigned,) = (a.message for a in actions if isinstance(a, mc.Send) and a.to == leader.role)
+        for message, queue in ((assigned, tokens), (m.ReadFinished("r0", node), 0)):
+            leader.handle(mc.Received("x", message), 3)
+            (report,) = _sent(leader.handle(mc.DeadlinePassed("fetch"), 4), m.FetchRequests)
+            assert report.read_queues == {node: queue}  # type: ignore[attr-defined]
 
 
 def test_a_request_given_up_half_chosen_is_uncounted_at_its_leader() -> None:
