@@ -15,7 +15,7 @@ SETTINGS = settings(max_examples=100, deadline=None, derandomize=True)
 NAMES = ("a", "b", "c", "d")
 SHARED = tuple(d for d in Discipline if d is not Discipline.FIFO)
 
-Start = tuple[int, int, tuple[str, ...], Lane]
+Start = tuple[int, int, tuple[str, ...], Lane] | tuple[int, int, tuple[str, ...], Lane, str]
 paths = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True).map(tuple)
 lanes = st.sampled_from(Lane)
 rates = st.integers(1_000_000, 64_000_000_000)
@@ -70,7 +70,7 @@ def run(resources: tuple[Resource, ...], starts: list[Start], sample_ns: tuple[i
         if events and (upcoming is None or events[0][0] < upcoming):
             now, place = events.pop(0)
             if place >= 0:
-                net.start(now, *starts[place][1:], place)
+                net.start(now, *starts[place][1:4], place, *starts[place][4:])
         elif upcoming is not None:
             now = upcoming
             for token in net.complete(now):
@@ -123,7 +123,7 @@ def test_no_resource_carries_more_than_its_rate_in_any_window(
 def busy_end(starts: list[Start], rate_bps: int) -> int:
     """When a queue that never idles while it holds work is empty, without any rounding up but the last."""
     end = 0
-    for now, size, _, _ in starts:
+    for now, size, *_ in starts:
         end = max(end, now * rate_bps) + size * 8_000_000_000
     return -(-end // rate_bps)
 

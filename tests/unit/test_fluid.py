@@ -11,7 +11,7 @@ from testbed.fabric.arbiter import ArbiterTables
 from testbed.fabric.sim.fluid import Discipline, FluidNetwork, Lane, Resource
 
 BYTE_PER_NS = 8_000_000_000
-FIFO, FAIR, STRICT, WEIGHTED, INFINIBAND = Discipline
+FIFO, FAIR, PACKETS, STRICT, WEIGHTED, INFINIBAND = Discipline
 
 
 def network(*specs: tuple[str, float, Discipline]) -> FluidNetwork:

@@ -95,9 +95,9 @@ def test_paths_are_those_of_the_live_world() -> None:
             assert ours.path(source, destination) == plan.path(source, destination)
     rates = {name: port.rate_bps for name, port in plan.ports.items()}
     assert dict(ours.rates_bps) == rates
-    shared = shared_resources(rates, SimParams(cnic="fair", dram="infiniband"))
+    shared = shared_resources(rates, SimParams(cnic="fair", dram="infiniband"), SPEC)
     kinds = {(kind_of(resource.name), resource.discipline.value) for resource in shared}
-    assert kinds == {("snic", "fifo"), ("cnic", "fair"), ("pcie", "fifo"), ("dram", "infiniband")}
+    assert kinds == {("snic", "fifo"), ("cnic", "fair"), ("pcie", "packets"), ("dram", "infiniband")}
     with pytest.raises(BugError, match=r"no endpoint 'pe9\.snic'"):
         ours.path("pe9.snic", "pe0.snic")
 

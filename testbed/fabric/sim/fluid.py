@@ -28,6 +28,7 @@ start). Times are rounded up to a whole nanosecond.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from testbed.errors import BugError
@@ -36,22 +37,72 @@ from testbed.units import NS_PER_S
 
 __all__ = ["Discipline", "FluidNetwork", "Lane", "Resource"]
 
+WINDOW_BYTES = 256 * 1024
+"""What a stream has in a queue of packets at most: the send buffer of a data socket in the live world."""
 WORK_PER_BYTE = 8 * NS_PER_S
 """Work is bits x 1e9, so that rate (bits per second) x time (ns) is work, without a division."""
 
 
 class _State(Port):
-    """A resource with its accounts. ``slots``: (begin, end, size, lane) reserved and not over, in order."""
+    """A resource with its accounts. ``slots``: (begin, end, size, lane) reserved and not over, in order.
 
-    __slots__ = ("carried_work", "free_at_ns", "reserved_bytes", "slots", "wake_at_ns")
+    ``gates`` counts the shared flows here by what holds them back first (``_Route.gates``), ``reserved_gates`` are those
+    that reserved flows come through, ``is_binding`` is whether it had a part in the rates that its flows have.
+    """
+
+    __slots__ = (
+        "carried_work",
+        "free_at_ns",
+        "gates",
+        "held_bytes",
+        "is_binding",
+        "reserved_bytes",
+        "reserved_gates",
+        "slots",
+        "wake_at_ns",
+    )
 
     def __init__(self, spec: Resource) -> None:
         super().__init__(spec)
+        self.gates: dict[_State | None, int] = {}
+        self.reserved_gates: dict[_State, None] = {}
+        self.is_binding = True
+        self.held_bytes = [0, 0]
         self.free_at_ns = 0
         self.wake_at_ns = 0
         self.slots: deque[tuple[int, int, int, Lane]] = deque()
         self.reserved_bytes = [0, 0]
         self.carried_work = [0, 0]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is a queue of packets that no flow here can fill by itself."""
+        return self.discipline is Discipline.PACKETS and None not in self.gates
+
+    def load_bps(self, now_ns: int, joining: _State | None = None) -> int:
+        """What its flows have in all; with a reserved flow through the gate ``joining`` if that is given."""
+        load_bps = sum(flow.rate_bps for flow in self.flows.values()) + (joining.rate_bps if joining else 0)
+        for gate in self.reserved_gates:
+            if gate is not joining and gate.free_at_ns > now_ns:
+                load_bps += gate.rate_bps
+        return load_bps
+
+    def set_usable(self, now_ns: int) -> int:
+        """Compute what shared flows may have. Result: when that changes; 0: not by itself."""
+        if self.free_at_ns > now_ns:
+            self.usable_bps = 0
+            return self.free_at_ns
+        busy = [gate for gate in self.reserved_gates if gate.free_at_ns > now_ns]
+        self.usable_bps = max(0, self.rate_bps - sum(gate.rate_bps for gate in busy))
+        return min((gate.free_at_ns for gate in busy), default=0)
+
+    def add_slot(self, now_ns: int, begin_ns: int, end_ns: int, size_bytes: int, lane: Lane) -> None:
+        """Book a reserved flow."""
+        slots = self.slots
+        if slots and slots[0][1] <= now_ns:
+            slots.popleft()
+        slots.append((begin_ns, end_ns, size_bytes, lane))
+        self.reserved_bytes[lane] += size_bytes
 
     def slot_bytes_left(self, now_ns: int, lane: Lane) -> int:
         """Bytes of ``lane`` that the reserved slots have yet to carry."""
@@ -65,28 +116,60 @@ class _State(Port):
 
 
 class _Route:
-    """A path looked up once: its resources, whether all are fifo, its lowest rate."""
+    """A path looked up once: its resources, its lowest rate, what else is the same for all its flows.
 
-    __slots__ = ("all_fifo", "rate_bps", "states")
+    ``gates``: for each resource that the next one along the path always holds back, that one; only the ends of a path
+    can have one, so that the next one has none. ``may_reserve``: the first resource is not shared between flows but by
+    order; ``in_order``: all are queues, so that of the flows of a stream only the oldest can have a rate.
+    """
+
+    __slots__ = ("gates", "in_order", "may_reserve", "rate_bps", "states")
 
     def __init__(self, states: tuple[_State, ...]) -> None:
         self.states = states
-        self.all_fifo = all(state.discipline is Discipline.FIFO for state in states)
         self.rate_bps = min(state.rate_bps for state in states)
+        self.may_reserve = any(state.discipline is Discipline.FIFO for state in states)
+        self.in_order = all(state.turns for state in states)
+        self.gates = tuple(self._gate(i) for i in range(len(states)))
+        for state, gate in zip(states, self.gates, strict=True):
+            packets = gate is not None and state.discipline is Discipline.PACKETS and gate.discipline is Discipline.FIFO
+            if state.discipline is not Discipline.FIFO and not packets:
+                self.may_reserve = False
+
+    def _gate(self, i: int) -> _State | None:
+        if len(self.states) < 2 or i not in (0, len(self.states) - 1):
+            return None
+        beside = self.states[1 if i == 0 else i - 1]
+        return beside if beside.rate_bps < self.states[i].rate_bps else None
+
+    def is_free(self, now_ns: int) -> bool:
+        """Whether a flow can be reserved now: no shared flow is in the way."""
+        for state, gate in zip(self.states, self.gates, strict=True):
+            if state.discipline is Discipline.FIFO:
+                if state.flows:
+                    return False
+            elif state.load_bps(now_ns, gate) > state.rate_bps:
+                return False
+        return True
 
 
 class _Flow(Contender):
     """A shared flow: its work left at ``since_ns``, its end at its present rate (0: none), and its token."""
 
-    __slots__ = ("end_ns", "since_ns", "states", "token", "work")
+    __slots__ = ("end_ns", "route", "since_ns", "size_bytes", "states", "stream", "token", "work")
 
-    def __init__(self, order: int, route: _Route, lane: Lane, now_ns: int, size_bytes: int, token: object) -> None:
-        super().__init__(order, route.states, lane)
+    def __init__(
+        self, order: int, route: _Route, lane: Lane, source: str, now_ns: int, size_bytes: int, token: object
+    ) -> None:
+        super().__init__(order, route.states, lane, source, min(size_bytes, WINDOW_BYTES))
+        self.route = route
         self.states = route.states
+        self.size_bytes = size_bytes
         self.work = size_bytes * WORK_PER_BYTE
         self.since_ns = now_ns
         self.end_ns = 0
         self.token = token
+        self.stream: _Stream | None = None
 
     def work_done(self, now_ns: int) -> int:
         """Work since ``since_ns``; the last nanosecond of a flow is rounded up, hence the bound."""
@@ -99,6 +182,28 @@ class _Flow(Contender):
         self.work -= work
         for state in self.states:
             state.carried_work[self.lane] += work
+
+
+class _Stream:
+    """Flows of one path, lane and source over queues of packets: they are sent one after the other.
+
+    ``weight_bytes`` is what it has in the queue that holds it back: all that it has been given to send since it was
+    last idle, as far as its window reaches.
+    """
+
+    __slots__ = ("behind", "head", "left_bytes", "weight_bytes")
+
+    def __init__(self) -> None:
+        self.head: _Flow | None = None
+        self.behind: deque[_Flow] = deque()
+        self.left_bytes = 0
+        self.weight_bytes = 0
+
+    def add(self, size_bytes: int) -> bool:
+        """Count what it is given to send; whether its weight has grown."""
+        self.left_bytes += size_bytes
+        before, self.weight_bytes = self.weight_bytes, max(self.weight_bytes, min(self.left_bytes, WINDOW_BYTES))
+        return self.weight_bytes > before
 
 
 class FluidNetwork:
@@ -121,12 +226,15 @@ class FluidNetwork:
         self._shared: list[tuple[int, int, _Flow | _State]] = []
         self._pushes = 0
         self._flows: dict[int, _Flow] = {}
+        self._streams: dict[tuple[_Route, Lane, str], _Stream] = {}
         self._touched: dict[str, _State] = {}
 
-    def start(self, now_ns: int, size_bytes: int, path: tuple[str, ...], lane: Lane, token: object) -> None:
+    def start(
+        self, now_ns: int, size_bytes: int, path: tuple[str, ...], lane: Lane, token: object, source: str = ""
+    ) -> None:
         """Begin a flow of ``size_bytes`` over all resources of ``path`` at once; ``token`` comes back at its end.
 
-        A flow of no bytes ends at once.
+        ``source`` is the memory whose queue it is in where a KV lane has one for each. A flow of no bytes ends at once.
 
         Raises:
             BugError: an unknown resource, an empty path, one resource twice, a negative size, or a time that goes
@@ -141,28 +249,59 @@ class FluidNetwork:
             if size_bytes < 0:
                 raise BugError(f"a flow of {size_bytes} bytes over {path}")
             heappush(self._reserved, (now_ns, order, token))
-        elif route.all_fifo and not (self._flows and any(state.flows for state in route.states)):
-            work = size_bytes * WORK_PER_BYTE
-            begin_ns = now_ns
-            for state in route.states:
-                free_ns = state.free_at_ns
-                if free_ns < now_ns:
-                    free_ns = now_ns
-                elif free_ns > begin_ns:
-                    begin_ns = free_ns
-                slots = state.slots
-                if slots and slots[0][1] <= now_ns:
-                    slots.popleft()
-                state.free_at_ns = end_ns = free_ns - (-work // state.rate_bps)
-                slots.append((free_ns, end_ns, size_bytes, lane))
-                state.reserved_bytes[lane] += size_bytes
-            heappush(self._reserved, (begin_ns - (-work // route.rate_bps), order, token))
+        elif route.may_reserve and (not self._flows or route.is_free(now_ns)):
+            self._reserve(order, route, lane, size_bytes, token)
         else:
-            flow = _Flow(order, route, lane, now_ns, size_bytes, token)
-            self._flows[order] = flow
-            for state in route.states:
-                state.flows[order] = flow
-                self._touched[state.name] = state
+            self._share(_Flow(order, route, lane, source, now_ns, size_bytes, token))
+
+    def _reserve(self, order: int, route: _Route, lane: Lane, size_bytes: int, token: object) -> None:
+        """Give a flow its slots. A queue of packets that is wider than its gate has the slot of the gate."""
+        begin_ns = now_ns = self._now_ns
+        work = size_bytes * WORK_PER_BYTE
+        through: list[tuple[_State, _State]] = []
+        for state, gate in zip(route.states, route.gates, strict=True):
+            if gate is not None and state.discipline is Discipline.PACKETS:
+                through.append((state, gate))
+                continue
+            free_ns = state.free_at_ns
+            if free_ns < now_ns:
+                free_ns = now_ns
+            elif free_ns > begin_ns:
+                begin_ns = free_ns
+            state.free_at_ns = end_ns = free_ns - (-work // state.rate_bps)
+            state.add_slot(now_ns, free_ns, end_ns, size_bytes, lane)
+        for state, gate in through:
+            state.reserved_gates[gate] = None
+            state.add_slot(now_ns, *gate.slots[-1])
+        heappush(self._reserved, (begin_ns - (-work // route.rate_bps), order, token))
+
+    def _share(self, flow: _Flow) -> None:
+        """Let a flow compete, behind those of its stream where all of its path are queues."""
+        if flow.route.in_order:
+            key = (flow.route, flow.lane, flow.source)
+            stream = self._streams.get(key)
+            if stream is None:
+                stream = self._streams[key] = _Stream()
+            flow.stream = stream
+            grown, head = stream.add(flow.size_bytes), stream.head
+            if head is not None:
+                stream.behind.append(flow)
+                for state in flow.states:
+                    state.held_bytes[flow.lane] += flow.size_bytes
+                if grown:
+                    head.weight = stream.weight_bytes
+                    self._touched.update((state.name, state) for state in flow.states)
+                return
+            stream.head = flow
+            flow.weight = stream.weight_bytes
+        self._admit(flow)
+
+    def _admit(self, flow: _Flow) -> None:
+        self._flows[flow.order] = flow
+        for state, gate in zip(flow.states, flow.route.gates, strict=True):
+            state.flows[flow.order] = flow
+            state.gates[gate] = state.gates.get(gate, 0) + 1
+            self._touched[state.name] = state
 
     def next_ns(self) -> int | None:
         """Time of the next completion; ``None`` if no flow can end. It may also be a time at which rates change."""
@@ -230,7 +369,7 @@ class FluidNetwork:
         if lane is None:
             return self.backlog_bytes(name, now_ns, Lane.HIGH) + self.backlog_bytes(name, now_ns, Lane.KV)
         work = sum(flow.work - flow.work_done(now_ns) for flow in self._on(state, lane))
-        return state.slot_bytes_left(now_ns, lane) - (-work // WORK_PER_BYTE)
+        return state.slot_bytes_left(now_ns, lane) + state.held_bytes[lane] - (-work // WORK_PER_BYTE)
 
     def _on(self, state: _State, lane: Lane) -> list[_Flow]:
         return [flow for flow in (self._flows[order] for order in state.flows) if flow.lane is lane]
@@ -263,41 +402,91 @@ class FluidNetwork:
         flow.catch_up(self._now_ns)
         flow.end_ns = 0
         del self._flows[flow.order]
-        for state in flow.states:
+        for state, gate in zip(flow.states, flow.route.gates, strict=True):
             del state.flows[flow.order]
             self._touched[state.name] = state
+            state.gates[gate] -= 1
+            if not state.gates[gate]:
+                del state.gates[gate]
+        stream = flow.stream
+        if stream is not None:
+            stream.left_bytes -= flow.size_bytes
+            stream.head = stream.behind.popleft() if stream.behind else None
+            if stream.head is None:
+                stream.weight_bytes = 0
+            else:
+                self._succeed(stream.head, stream.weight_bytes)
+
+    def _succeed(self, flow: _Flow, weight_bytes: int) -> None:
+        """The flow before it in its stream is through."""
+        for state in flow.states:
+            state.held_bytes[flow.lane] -= flow.size_bytes
+        flow.since_ns = self._now_ns
+        flow.weight = weight_bytes
+        self._admit(flow)
 
     def _refill(self) -> None:
-        """Give new rates to every flow connected with a resource whose flows have changed."""
-        states = dict(self._touched)
-        self._touched.clear()
+        """Give new rates to every flow connected with a resource whose flows have changed.
+
+        A memory or a PCIe link takes part only where its gates would fill it, and connects nothing otherwise.
+        """
+        now_ns = self._now_ns
+        states: dict[str, _State] = {}
         flows: dict[int, _Flow] = {}
-        queue = list(states.values())
-        while queue:
-            for order in queue.pop().flows:
-                if order not in flows:
-                    flow = flows[order] = self._flows[order]
-                    fresh = [state for state in flow.states if state.name not in states]
-                    states.update((state.name, state) for state in fresh)
-                    queue.extend(fresh)
-        ports = sorted(states.values(), key=lambda state: self._rank[state.name])
-        for state in ports:
-            state.usable_bps = state.rate_bps if state.free_at_ns <= self._now_ns else 0
-            if not state.usable_bps and state.flows and state.wake_at_ns != state.free_at_ns:
-                state.wake_at_ns = state.free_at_ns
-                self._push(state.free_at_ns, state)
-        ordered = [flows[order] for order in sorted(flows)]
-        for flow in ordered:
-            flow.catch_up(self._now_ns)
-        fill(ports, ordered)
+        self._reach(self._touched.values(), states, flows)
+        self._touched.clear()
+        for flow in flows.values():
+            flow.catch_up(now_ns)
+        for state in states.values():
+            state.is_binding = not state.is_gated
+        while True:
+            ordered = self._fill(states, flows)
+            over = [s for s in states.values() if not s.is_binding and s.load_bps(now_ns) > s.rate_bps]
+            if not over:
+                break
+            before = set(flows)
+            for state in over:
+                state.is_binding = True
+            self._reach(over, states, flows)
+            for order in flows.keys() - before:
+                flows[order].catch_up(now_ns)
         for flow in ordered:
             if not flow.work:  # it ends now, whatever its rate
                 continue
-            end_ns = self._now_ns - (-flow.work // flow.rate_bps) if flow.rate_bps else 0
+            end_ns = now_ns - (-flow.work // flow.rate_bps) if flow.rate_bps else 0
             if end_ns != flow.end_ns:
                 flow.end_ns = end_ns
                 if end_ns:
                     self._push(end_ns, flow)
+
+    def _reach(self, begin: Iterable[_State], states: dict[str, _State], flows: dict[int, _Flow]) -> None:
+        """Add what is connected with ``begin``."""
+        queue = list(begin)
+        states.update((state.name, state) for state in queue)
+        while queue:
+            for order in queue.pop().flows:
+                if order in flows:
+                    continue
+                flow = flows[order] = self._flows[order]
+                for state in flow.states:
+                    if state.name not in states:
+                        states[state.name] = state
+                        if state.is_binding:
+                            queue.append(state)
+
+    def _fill(self, states: dict[str, _State], flows: dict[int, _Flow]) -> list[_Flow]:
+        """Rates of ``flows`` over those of ``states`` that bind. Result: the flows in order of start."""
+        ports = sorted((s for s in states.values() if s.is_binding and s.flows), key=lambda s: self._rank[s.name])
+        for state in ports:
+            changes_ns = state.set_usable(self._now_ns)
+            if changes_ns and state.wake_at_ns != changes_ns:
+                state.wake_at_ns = changes_ns
+                self._push(changes_ns, state)
+        ordered = [flows[order] for order in sorted(flows)]
+        for flow in ordered:
+            flow.path = tuple(state for state in flow.states if state.is_binding)
+        fill(ports, ordered)
+        return ordered
 
     def _push(self, at_ns: int, what: _Flow | _State) -> None:
         self._pushes += 1

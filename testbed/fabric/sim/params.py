@@ -23,8 +23,10 @@ SEAL_BYTES = 8
 
 _LONGEST_S = 10.0
 
-DisciplineName = Literal["fifo", "fair", "strict", "weighted", "infiniband"]
-"""How a resource divides its rate (``disciplines.Discipline``)."""
+LANES = "lanes"
+DisciplineName = Literal["lanes", "fifo", "fair", "packets", "strict", "weighted", "infiniband"]
+"""How a resource divides its rate (``disciplines.Discipline``). ``lanes``: as the cluster's ``lanes`` says, with turns
+between source memories within the KV lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +57,9 @@ class SimParams:
     """How each kind of resource divides its rate. First in, first out: a NIC takes the work requests of its queue pairs
     in turn, transfers are of a few kB to a few MB, and nothing but KV is on these links. With ``fair`` all of them are
     shared evenly at every instant, as endless streams would be."""
-    cnic: DisciplineName = "fifo"
-    pcie: DisciplineName = "fifo"
-    dram: DisciplineName = "fifo"
+    cnic: DisciplineName = "lanes"
+    pcie: DisciplineName = "packets"
+    dram: DisciplineName = "packets"
     disk: DisciplineName = "fifo"
 
     def __post_init__(self) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from testbed.errors import BugError
 from testbed.fabric.sim.disciplines import Discipline, Resource
-from testbed.fabric.sim.params import SimParams
-from testbed.fabric.spec import ClusterSpec
+from testbed.fabric.sim.params import LANES, SimParams
+from testbed.fabric.spec import ClusterSpec, LaneDiscipline
 from testbed.ids import copy_dram_endpoint, copy_hbm_endpoint
 
 ALL_DISKS = "storage.disks"
@@ -26,12 +26,45 @@ def kind_of(resource: str) -> str:
     return "disk" if part.startswith("disk") else part.rstrip("0123456789")
 
 
-def shared_resources(rates_bps: Mapping[str, int], params: SimParams) -> tuple[Resource, ...]:
+_LANES = {
+    LaneDiscipline.HTB: Discipline.WEIGHTED,
+    LaneDiscipline.PRIO: Discipline.STRICT,
+    LaneDiscipline.ETS: Discipline.WEIGHTED,
+    LaneDiscipline.NONE: Discipline.PACKETS,
+    LaneDiscipline.INFINIBAND: Discipline.INFINIBAND,
+}
+_WEIGHT_SCALE = 10_000
+"""A share of the link as a whole number: htb's is given to two or three digits."""
+
+
+def shared_resources(rates_bps: Mapping[str, int], params: SimParams, spec: ClusterSpec) -> tuple[Resource, ...]:
     """The limited resources with their disciplines."""
-    return tuple(
-        Resource(name=name, rate_bps=rate, discipline=Discipline(getattr(params, kind_of(name))))
-        for name, rate in rates_bps.items()
-    )
+    high = round(spec.high_share * _WEIGHT_SCALE)
+    weights = spec.ets_quanta if spec.lanes is LaneDiscipline.ETS else (high, _WEIGHT_SCALE - high)
+
+    def resource(name: str, rate_bps: int) -> Resource:
+        discipline = getattr(params, kind_of(name))
+        if discipline != LANES:
+            return Resource(name=name, rate_bps=rate_bps, discipline=Discipline(discipline))
+        return Resource(
+            name=name,
+            rate_bps=rate_bps,
+            discipline=_LANES[spec.lanes],
+            turns=True,
+            high_weight=weights[0],
+            kv_weight=weights[1],
+            tables=spec.arbiter,
+        )
+
+    return tuple(resource(name, rate_bps) for name, rate_bps in rates_bps.items())
+
+
+def memory_of(endpoint: str) -> str:
+    """The memory behind an endpoint, as the KV lane of a CNIC tells sources apart: a node's DRAM, the HBM of all its
+    GPUs."""
+    host = endpoint.split(".")[0]
+    node, gpu, _ = host.partition("gpu")
+    return f"{node}.hbm" if gpu else f"{node}.dram"
 
 
 def disk_of(server: str) -> str:

@@ -109,7 +109,7 @@ class SimWorld:
         self.now_ns = 0
         self.events = 0
         self.resources = names.resources_of(spec, params)
-        self.network = FluidNetwork(names.shared_resources(self.resources.rates_bps, params))
+        self.network = FluidNetwork(names.shared_resources(self.resources.rates_bps, params, spec))
         self.counters = {name: SimCounter() for name in self.resources.links}
         self.samples: list[tuple[int, dict[str, int]]] = []
         self._snics = [name for name in self.resources.rates_bps if ".snic." in name]
@@ -129,7 +129,7 @@ class SimWorld:
         self._record = record
         self._heap: list[tuple[int, int, int, SimRole, Any]] = []
         self._sequence = 0
-        self._paths: dict[tuple[str, str], tuple[tuple[str, ...], tuple[SimCounter, ...]]] = {}
+        self._paths: dict[tuple[str, str], tuple[tuple[str, ...], tuple[SimCounter, ...], str]] = {}
         self._message_ns = params.message_latency_ns
         self._shard_ns = params.shard_latency_ns
         self._earliest_ns = params.message_latency_ns - params.message_jitter_ns
@@ -309,8 +309,8 @@ class SimWorld:
         if route not in self._paths:
             path = self.resources.path(*route)
             limited = tuple(name for name in dict.fromkeys(path) if name in self.resources.rates_bps)
-            self._paths[route] = (limited, tuple(self.counters[name] for name in path))
-        limited, counters = self._paths[route]
+            self._paths[route] = (limited, tuple(self.counters[name] for name in path), names.memory_of(route[0]))
+        limited, counters, source = self._paths[route]
         wire = wire_bytes(payload)
 
         def end() -> None:
@@ -318,7 +318,7 @@ class SimWorld:
                 counter.add(wire, payload, lane)
             then()
 
-        self.network.start(self.now_ns, wire, limited, lane, Flow(end))
+        self.network.start(self.now_ns, wire, limited, lane, Flow(end), source)
 
     def _land(self, source: SimRole, target: SimRole, action: m.Write) -> None:
         """What the destination does: judge the grant, identify what came, tell both ends."""
