@@ -15,7 +15,7 @@ SETTINGS = settings(max_examples=100, deadline=None, derandomize=True)
 NAMES = ("a", "b", "c", "d")
 SHARED = tuple(d for d in Discipline if d is not Discipline.FIFO)
 
-Start = tuple[int, int, tuple[str, ...], Lane] | tuple[int, int, tuple[str, ...], Lane, str]
+Start = tuple[int, int, tuple[str, ...], Lane, str]
 paths = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True).map(tuple)
 lanes = st.sampled_from(Lane)
 rates = st.integers(1_000_000, 64_000_000_000)
@@ -24,8 +24,8 @@ times = st.one_of(st.just(0), st.integers(0, 400_000))
 
 
 def loads(route: st.SearchStrategy[tuple[str, ...]] = paths) -> st.SearchStrategy[list[Start]]:
-    """Up to a dozen flows in order of start: (now_ns, size_bytes, path, lane)."""
-    return st.lists(st.tuples(times, sizes, route, lanes), min_size=1, max_size=12).map(
+    """Up to a dozen flows in order of start: (now_ns, size_bytes, path, lane, source)."""
+    return st.lists(st.tuples(times, sizes, route, lanes, st.just("")), min_size=1, max_size=12).map(
         lambda starts: sorted(starts, key=lambda s: s[0])
     )
 
@@ -70,7 +70,7 @@ def run(resources: tuple[Resource, ...], starts: list[Start], sample_ns: tuple[i
         if events and (upcoming is None or events[0][0] < upcoming):
             now, place = events.pop(0)
             if place >= 0:
-                net.start(now, *starts[place][1:4], place, *starts[place][4:])
+                net.start(now, *starts[place][1:4], place, starts[place][4])
         elif upcoming is not None:
             now = upcoming
             for token in net.complete(now):
@@ -87,7 +87,7 @@ def run(resources: tuple[Resource, ...], starts: list[Start], sample_ns: tuple[i
 
 
 def carried_by(starts: list[Start], name: str, lane: Lane) -> int:
-    return sum(size for _, size, path, of in starts if name in path and of is lane)
+    return sum(size for _, size, path, of, _ in starts if name in path and of is lane)
 
 
 @SETTINGS
@@ -98,7 +98,7 @@ def test_every_flow_ends_and_every_byte_is_carried_once(resources: tuple[Resourc
     for (name, lane), carried in history.carried[-1][1].items():
         assert carried == carried_by(starts, name, lane)
     by_name = {r.name: r.rate_bps for r in resources}
-    for place, (now, size, path, _) in enumerate(starts):
+    for place, (now, size, path, *_) in enumerate(starts):
         alone_ns = -(-size * 8_000_000_000 // min(by_name[name] for name in path))
         assert history.ends[place] >= now + alone_ns
     assert history.order == sorted(history.order, key=lambda place: (history.ends[place], place))
@@ -161,7 +161,9 @@ def test_weighted_lanes_divide_by_weight(high_weight: int, kv_weight: int, high:
     resource = Resource(
         name="a", rate_bps=10**9, discipline=Discipline.WEIGHTED, high_weight=high_weight, kv_weight=kv_weight
     )
-    starts = [(0, size, ("a",), lane) for lane, all_of in ((Lane.HIGH, high), (Lane.KV, kv)) for size in all_of]
+    starts: list[Start] = [
+        (0, size, ("a",), lane, "") for lane, all_of in ((Lane.HIGH, high), (Lane.KV, kv)) for size in all_of
+    ]
     history = run((resource,), starts)
     dry = min(max(history.ends[p] for p, s in enumerate(starts) if s[3] is lane) for lane in Lane)
     for now, carried in history.carried:
@@ -191,7 +193,7 @@ def test_fifo_ends_in_order_of_start(rate_bps: int, starts: list[Start]) -> None
     """One at a time, each at the full rate, as a queue written in four lines; flows of no bytes do not wait."""
     ends = run((Resource(name="a", rate_bps=rate_bps, discipline=Discipline.FIFO),), starts).ends
     free = 0
-    for place, (now, size, _, _) in enumerate(starts):
+    for place, (now, size, *_) in enumerate(starts):
         if size:
             free = max(now, free) + -(-size * 8_000_000_000 // rate_bps)
         assert ends[place] == (free if size else now)

@@ -59,7 +59,7 @@ def test_every_byte_is_carried_once_and_never_beyond_the_rate(
         for end, after in history.carried[i + 1 :]:
             for r in resources:
                 grown = sum(after[r.name, lane] - before[r.name, lane] for lane in Lane)
-                assert (grown - 2) * 8_000_000_000 <= r.rate_bps * (end - begin)
+                assert (grown - 4) * 8_000_000_000 <= r.rate_bps * (end - begin), (r.name, grown)  # rounding: 2 a lane
 
 
 @FEWER
@@ -92,8 +92,8 @@ def test_a_memory_too_wide_to_fill_changes_nothing(starts: list[Start], rate_bps
         *(Resource(name=name, rate_bps=rate_bps, discipline=kind, turns=True) for name in ("cnic", "write")),
     )
     dram = Resource(name="dram", rate_bps=2 * rate_bps, discipline=Discipline.PACKETS)
-    without = [(*s[:2], tuple(n for n in s[2] if n != "dram"), s[3], s[4] + str("dram" in s[2])) for s in starts]
-    starts = [(*s[:4], s[4] + str("dram" in s[2])) for s in starts]
+    starts = [(*start[:4], start[4] + str("dram" in start[2])) for start in starts]  # else two streams become one
+    without = [(at, size, tuple(n for n in path if n != "dram"), lane, of) for at, size, path, lane, of in starts]
     assert run((*nics, dram), starts).ends == run(nics, without).ends
 
 
@@ -148,8 +148,11 @@ def test_within_a_queue_flows_share_by_what_they_have_in_it(kind: Discipline, wa
 
 @FEWER
 @given(
-    st.integers(1, 999), st.integers(1, 999), st.lists(st.sampled_from(SOURCES), min_size=1, max_size=6), st.integers(1, 5)
-)  # fmt: skip
+    st.integers(1, 999),
+    st.integers(1, 999),
+    st.lists(st.sampled_from(SOURCES), min_size=1, max_size=6),
+    st.integers(1, 5),
+)
 def test_lanes_have_their_weights_whatever_is_in_them(high: int, kv: int, sources: list[str], shards: int) -> None:
     resource = Resource(
         name="a", rate_bps=10**9, discipline=Discipline.WEIGHTED, turns=True, high_weight=high, kv_weight=kv
@@ -212,9 +215,9 @@ def test_equals_queues_of_packets_in_turns(wanted: list[tuple[str, int]]) -> Non
         net.start(0, packets * PACKET_BYTES, ("a", wires[i]), Lane.KV, i, source)
     ends = [0] * len(wanted)
     while (now := net.next_ns()) is not None:
-        for i in net.complete(now):
-            assert isinstance(i, int)
-            ends[i] = now // PACKET_BYTES
+        for place in net.complete(now):
+            assert isinstance(place, int)
+            ends[place] = now // PACKET_BYTES
     expected = Turns(WINDOW_PACKETS).ends(wanted)
     for i, (source, _) in enumerate(wanted):
         queued = sum(min(packets, WINDOW_PACKETS) for of, packets in wanted if of == source)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 
 from testbed.fabric.arbiter import ArbiterTables
 from testbed.fabric.sim import fluid
+from testbed.fabric.sim.disciplines import Contender, Port, fill
 from testbed.fabric.sim.fluid import WINDOW_BYTES, FluidNetwork, Lane
 from testbed.fabric.sim.params import SimParams
 from testbed.fabric.sim.resources import memory_of, resources_of, shared_resources
@@ -124,8 +125,12 @@ def test_what_waits_in_a_connection_is_in_the_backlog() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Flows of each filling of rates from now on."""
     calls: list[int] = []
-    fill: Callable[..., None] = fluid.fill
-    monkeypatch.setattr(fluid, "fill", lambda ports, flows: calls.append(len(flows)) or fill(ports, flows))
+
+    def counting(ports: Sequence[Port], flows: Sequence[Contender]) -> None:
+        calls.append(len(flows))
+        fill(ports, flows)
+
+    monkeypatch.setattr(fluid, "fill", counting)
     return calls
 
 
@@ -140,7 +145,7 @@ def test_snics_keep_their_slots_beside_cnics(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == [1]
 
 
-def test_a_memory_that_fills_is_shared_by_all_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_that_fills_is_shared_by_all_that_use_it() -> None:
     """Two local copies and a read from storage ask for 3 of 2.5: what was promised to the SNIC stays with it."""
     cluster = Cluster(spec_of(LaneDiscipline.HTB, dram_bps=RATE_BPS * 5 // 2))
     cluster.start(0, "st0.snic", "pe0.snic", 1_000_000, token="read")

@@ -194,7 +194,8 @@ class Port:
             else:
                 queue.used_bps += flow.rate_bps
         if len(queues) == 1:
-            queue.share_bps = self.offer[key[0]]
+            for key, queue in queues.items():
+                queue.share_bps = self.offer[key[0]]
             return
         for lane in (0, 1):
             waiting = [queue for key, queue in queues.items() if key[0] == lane and queue.weight]

@@ -46,8 +46,8 @@ WORK_PER_BYTE = 8 * NS_PER_S
 class _State(Port):
     """A resource with its accounts. ``slots``: (begin, end, size, lane) reserved and not over, in order.
 
-    ``gates`` counts the shared flows here by what holds them back first (``_Route.gates``), ``reserved_gates`` are those
-    that reserved flows come through, ``is_binding`` is whether it had a part in the rates that its flows have.
+    ``gates`` counts the shared flows here by what holds them back first (``_Route.gates``), ``reserved_gates`` are
+    those that reserved flows come through, ``is_binding`` is whether it had a part in the rates that its flows have.
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class _State(Port):
             self.slots.popleft()
         left = 0
         for begin, end, size, of in self.slots:
-            if of is lane:
+            if of is lane and end > now_ns:  # slots of two gates are in no order
                 left += size if begin >= now_ns else size - size * (now_ns - begin) // (end - begin)
         return left
 

@@ -62,7 +62,7 @@ def shared_resources(rates_bps: Mapping[str, int], params: SimParams, spec: Clus
 def memory_of(endpoint: str) -> str:
     """The memory behind an endpoint, as the KV lane of a CNIC tells sources apart: a node's DRAM, the HBM of all its
     GPUs."""
-    host = endpoint.split(".")[0]
+    host = endpoint.partition(".")[0]
     node, gpu, _ = host.partition("gpu")
     return f"{node}.hbm" if gpu else f"{node}.dram"
 
