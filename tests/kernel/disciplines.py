@@ -1,4 +1,7 @@
-"""A pytest plugin: the summary names the kernel and every lane discipline with how many of its tests ended how."""
+"""A pytest plugin: the summary names the kernel and every lane discipline with how many of its tests ended how.
+
+A skipped test makes the run fail: this kernel has everything, so whatever a test missed is a fault of the guest's.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from testbed.fabric.spec import LaneDiscipline
 
 _DISCIPLINE = "lane discipline"
 _outcomes: dict[str, Counter[str]] = {}
+_skipped: list[str] = []
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -23,10 +27,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Count a test where it ended: in its call, or before."""
+    if report.skipped:
+        _skipped.append(report.nodeid)
     if report.when == "call" or report.outcome != "passed":
         for key, value in report.user_properties:
             if key == _DISCIPLINE:
                 _outcomes.setdefault(str(value), Counter())[report.outcome] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail for what was skipped."""
+    if _skipped and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -36,3 +48,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{name}: " + ", ".join(f"{n} {how}" for how, n in sorted(outcomes.items())))
     if not _outcomes:
         terminalreporter.write_line("none tried")
+    for name in _skipped:
+        terminalreporter.write_line(f"skipped, which counts as failed here: {name}")
