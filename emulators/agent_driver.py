@@ -132,10 +132,13 @@ class AgentDriver(RoleMachine[_Round]):
 
     table = TABLE  # type: ignore[assignment]
 
-    def __init__(self, scripts: Sequence[Script], starts_ns: Sequence[int], params: ProtocolParams) -> None:
+    def __init__(
+        self, scripts: Sequence[Script], starts_ns: Sequence[int], params: ProtocolParams, tool_delay_ns: int = 0
+    ) -> None:
         super().__init__(DRIVER, params)
         self.scripts = scripts
         self.starts_ns = starts_ns
+        self.tool_delay_ns = tool_delay_ns
         self.contexts: list[U32] = [np.empty(0, dtype=np.uint32) for _ in scripts]
         self.outcomes: list[Outcome] = []
         self.started_ns = 0
@@ -155,13 +158,17 @@ class AgentDriver(RoleMachine[_Round]):
                     if start_ns == 0:
                         self._submit(agent, 0)
                     else:
-                        self.out.add(SetDeadline(f"{ARRIVAL_PREFIX}{agent}", self.now_ns + start_ns))
+                        self._submit_later(agent, 0, start_ns)
             case DeadlinePassed() if event.key.startswith(ARRIVAL_PREFIX):
-                self._submit(int(event.key.removeprefix(ARRIVAL_PREFIX)), 0)
+                agent, turn = map(int, event.key.removeprefix(ARRIVAL_PREFIX).split("."))
+                self._submit(agent, turn)
             case DeadlinePassed():
                 pass  # of a round that has just ended
             case _:
                 raise unexpected(self.role, event)
+
+    def _submit_later(self, agent: int, turn: int, delay_ns: int) -> None:
+        self.out.add(SetDeadline(f"{ARRIVAL_PREFIX}{agent}.{turn}", self.now_ns + delay_ns))
 
     def _submit(self, agent: int, turn: int) -> None:
         script = self.scripts[agent]
@@ -239,7 +246,7 @@ class AgentDriver(RoleMachine[_Round]):
         self._check_completed(record, "TokensEmitted")
 
     def _check_completed(self, record: _Round, event: str) -> None:
-        """The round ends when all tokens are here and its blocks are durable; the next one is sent at once."""
+        """The round ends when all tokens are here and its blocks are durable; the next one follows after the tool."""
         outcome = record.outcome
         if not record.durable or len(outcome.tokens) < outcome.generate_tokens:
             self.move(record, event, _D)
@@ -248,10 +255,12 @@ class AgentDriver(RoleMachine[_Round]):
         generated = np.array([outcome.tokens[i] for i in range(outcome.generate_tokens)], dtype=np.uint32)
         self.contexts[outcome.agent] = np.concatenate([self.contexts[outcome.agent], generated])
         self.move(record, event, _X)
-        if outcome.turn + 1 < self.scripts[outcome.agent].turns:
-            self._submit(outcome.agent, outcome.turn + 1)
-        else:
+        if outcome.turn + 1 == self.scripts[outcome.agent].turns:
             self.agents_left -= 1
+        elif self.tool_delay_ns:
+            self._submit_later(outcome.agent, outcome.turn + 1, self.tool_delay_ns)
+        else:
+            self._submit(outcome.agent, outcome.turn + 1)
 
     def fail(self, record: _Round, error: str, detail: str) -> None:
         """Our own deadline or check."""

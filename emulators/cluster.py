@@ -67,6 +67,7 @@ def describe_roles(
     *,
     central_host: str,
     stored: Sequence[tuple[int, int]] = (),
+    tool_delay_ns: int = 0,
 ) -> list[RoleDescription]:
     """Every role of the cluster, storage first, driver last; ``stored`` blocks are in the index from the start."""
     params = params_for(system, params)
@@ -99,7 +100,10 @@ def describe_roles(
                 make=lambda group=group: GroupLeader(group, params),  # type: ignore[misc]
             )
         )
-    roles.append(RoleDescription(name=DRIVER, host=central_host, make=lambda: AgentDriver(scripts, starts_ns, params)))
+    driver = RoleDescription(
+        name=DRIVER, host=central_host, make=lambda: AgentDriver(scripts, starts_ns, params, tool_delay_ns)
+    )
+    roles.append(driver)
     return roles
 
 

@@ -39,6 +39,7 @@ from topologies.loader import ClusterShape, cluster_spec, load_topology
 from topologies.tomlinput import nearest
 
 WAIT_DEADLINE_NS = 60 * NS_PER_S
+MOST_TOOL_DELAY_S = 86_400
 
 _RATES = ("effective_flops", "effective_attention_flops")
 
@@ -192,6 +193,7 @@ def resolve(name: str, scenario: Scenario, run_dir: Path) -> RunPlan:
         scale=scale,
         scripts=scripts,
         starts_ns=_starts_ns(scenario, scale),
+        tool_delay_ns=_tool_delay_ns(scenario, scale),
         vocab_size=model.vocab_size,
         limits=scenario.trust,
         sim=scenario.sim,
@@ -323,6 +325,15 @@ def _starts_ns(scenario: Scenario, scale: FittedScale) -> tuple[int, ...]:
     if w.arrivals == 0:
         return tuple(offline_starts_ns(w.agents))
     return tuple(poisson_starts_ns(w.agents, scale.emulated_arrival_rate(w.arrivals), scenario.seed))
+
+
+def _tool_delay_ns(scenario: Scenario, scale: FittedScale) -> int:
+    delay_s = scenario.workload.tool_delay_s
+    if not 0 <= delay_s <= MOST_TOOL_DELAY_S:
+        raise ConfigError(
+            f"workload.tool_delay_s is {delay_s:g}, but it must be between 0 and {MOST_TOOL_DELAY_S} s of the paper."
+        )
+    return scale.emulated_duration_ns(delay_s) if delay_s else 0
 
 
 def _check_fits(plan: RunPlan) -> None:

@@ -34,6 +34,7 @@ class ClusterSection:
     gpus_per_node: int | None = None
     storage_servers: int | None = None
     s: float | None = None
+    storage_share: float | None = None
     lanes: LaneName = "htb"
     high_share: float = 0.99
     kv_share: float | None = None
@@ -57,6 +58,7 @@ class WorkloadSection:
     """What the agents replay. ``agents`` are those replayed here (0: one per trajectory of the source); each stands for
     ``scale.agents`` of the paper's.
 
+    ``tool_delay_s``: from the end of a round to the agent's next one; the paper's replay has none (A.4).
     ``source``: "shipped", "sweagent" (with ``path``), or "table2:32K", "table2:48K", "table2:64K". A ``path`` alone
     means "sweagent". ``arrivals``: agents per second of the paper (APS); 0 starts all together (offline).
     """
@@ -67,6 +69,7 @@ class WorkloadSection:
     max_turns: int = 0
     start_turn: int = 0
     arrivals: float = 0.0
+    tool_delay_s: float = 0.0
     synthetic_tokens: int = SYNTHETIC_TOKENS
 
 

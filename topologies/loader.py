@@ -29,6 +29,8 @@ class ClusterShape:
     """A cluster in the paper's terms: P, D, g, s, and the storage servers behind it.
 
     ``s``: bandwidth of a node's SNIC in units of one CNIC (paper 4.2; 1 in its testbed).
+    ``storage_share``: what the storage servers together can send, and take in, over (P + D) s B, all SNICs of nodes;
+    evenly over their ports. 0: their ports are not limited.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ClusterShape:
     gpus_per_node: int = 8
     storage_servers: int = 2
     s: float = 1.0
+    storage_share: float = 0.0
     title: str = ""
 
     def __post_init__(self) -> None:
@@ -60,6 +63,11 @@ class ClusterShape:
             raise ConfigError(
                 f"topology {self.name}: s is {self.s:g}, but it must be above 0 and at most g = {self.gpus_per_node}: "
                 "an SNIC faster than all CNICs of its node together could not be emptied."
+            )
+        if self.storage_share < 0:
+            raise ConfigError(
+                f"topology {self.name}: storage_share is {self.storage_share:g}, but it must be positive, or 0 for "
+                "storage servers without a limit."
             )
 
     @property
@@ -119,4 +127,11 @@ def cluster_spec(shape: ClusterShape, scale: FittedScale) -> ClusterSpec:
         snic_rate_bps=small.snic_rate_bps,
         pcie_rate_bps=small.pcie_rate_bps,
         dram_rate_bps=small.dram_rate_bps,
+        storage_rate_bps=_storage_rate_bps(shape, small.snic_rate_bps),
     )
+
+
+def _storage_rate_bps(shape: ClusterShape, snic_rate_bps: int) -> int:
+    """One storage server's part of the aggregate; 0 where there is no limit."""
+    nodes = shape.prefill_nodes + shape.decode_nodes
+    return round(shape.storage_share * nodes * snic_rate_bps / shape.storage_servers)

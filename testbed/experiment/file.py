@@ -267,14 +267,14 @@ def _claims(tables: ExperimentTables, variants: Sequence[Variant], where: str) -
     for table in tables.expect:
         here = f"{where}, expectation {table.name}"
         check_expression(table.claim)
-        for variant, claim in _expanded(table.claim, variants, here):
+        for variant, claim in _expanded(_one_line(table.claim), variants, here):
             worlds = _worlds_of(claim, variants, table.worlds or tables.worlds, here)
             if table.worlds and worlds != tuple(w for w in tables.worlds if w in table.worlds):
                 raise ConfigError(f"{here}: its variants do not all run in {', '.join(table.worlds)}.")
             if not worlds:
                 raise ConfigError(f"{here}: there is no world in which all of its variants run.")
             name = f"{table.name} ({variant})" if variant else table.name
-            claims.append(Claim(name=name, claim=claim, text=table.text, worlds=worlds))
+            claims.append(Claim(name=name, claim=claim, text=_one_line(table.text), worlds=worlds))
     return tuple(claims)
 
 
@@ -296,6 +296,10 @@ def _comparisons(tables: ExperimentTables, variants: Sequence[Variant], where: s
             _check_names(value, common, here)
             comparisons.append(Comparison(value=value, tolerance=tolerance))
     return tuple(comparisons)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _check_figures(figures: Iterable[Figure], variants: Sequence[Variant], where: str) -> None:

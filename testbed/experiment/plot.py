@@ -113,6 +113,9 @@ def _draw_panel(ax: Axes, experiment: Experiment, lines: Sequence[Line]) -> None
     ax.tick_params(labelsize=8)
     if "x" in plot.log and not by_name:
         ax.set_xscale("log")
+        places = sorted({variant.x for variant in experiment.variants if variant.x is not None})
+        ax.set_xticks(places, [f"{place:.3g}" for place in places])
+        ax.set_xticks([], minor=True)
     if "y" in plot.log:
         ax.set_yscale("log")
     else:

@@ -137,7 +137,7 @@ def _parse(text: str) -> ast.expr:
     try:
         if len(text) > _LONGEST:
             raise SyntaxError
-        return ast.parse(text.strip(), mode="eval").body
+        return ast.parse(" ".join(text.split()), mode="eval").body  # a claim may take several lines
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ConfigError(f"expectation {text[:80]!r} is not an expression.") from None
 

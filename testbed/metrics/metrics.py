@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from testbed.ids import engine_of
 from testbed.metrics.collectives import CollectiveMetrics, Groups, collective_metrics
 from testbed.metrics.views import RoundView, SampleView, SystemView
+from testbed.metrics.workingset import WorkingSet, working_set
 from testbed.protocol.params import system_named
 from testbed.units import NS_PER_S
 
@@ -72,8 +73,10 @@ class SystemMetrics:
     ``ttft_shares``: parts of the mean TTFT spent until scheduled ("sched"), until prefill starts ("read": buffers,
     storage, queueing at the PE), and until the first token ("prefill").
     ``snic_plateau_min``: smallest plateau of the nodes that should read: all of a system with two paths, also if one of
-    them stays idle, and the prefill nodes of the others.
+    them stays idle, and the prefill nodes of the others. ``snic_plateau_mean``: the mean of theirs.
     ``read_balance``: bytes into the busiest reading SNIC over the mean of all that could read (Figure 13; 1 is best).
+    ``uses``: how busy all resources of a kind were together over the whole run, by the kinds of the bottleneck analysis
+    (4.2): "snic" (into nodes), and of prefill and decode nodes "cnic_read", "cnic_write", "dram" ("pe_cnic_read", ...).
     ``busiest``: over the whole run, how busy the busiest of each kind was: "snic" and "cnic" (of nodes, the busier
     direction), "pcie", "dram", "gpu" (computing). The one near 1 is the one that binds.
     ``kv_bytes_per_s``: KV that left CNICs for anywhere (read side), all of them together, over the run.
@@ -100,10 +103,13 @@ class SystemMetrics:
     requests_by_path: Mapping[str, int]
     snic_utilisation: Mapping[str, SnicUse]
     snic_plateau_min: float
+    snic_plateau_mean: float
     read_balance: float
     busiest: Mapping[str, float]
     pcie_utilisation: Mapping[str, Mapping[str, PcieUse]]
     submission_busy: Mapping[str, float]
+    uses: Mapping[str, float]
+    working_set: WorkingSet
     ttft_shares: Mapping[str, float]
     kv_bytes_per_s: float
     collectives: CollectiveMetrics | None = None
@@ -166,10 +172,13 @@ def system_metrics(
         requests_by_path={side: len(rounds) for side, rounds in read.items()},
         snic_utilisation=use,
         snic_plateau_min=min(readers, default=0.0),
+        snic_plateau_mean=sum(readers) / len(readers) if readers else 0.0,
         read_balance=max(into) / (sum(into) / len(into)) if any(into) else 0.0,
         busiest=_busiest(run, nodes, rates, end_ns - begin_ns),
         pcie_utilisation=_pcie_use(run, rates.pcie_bps, end_ns - begin_ns),
         submission_busy=_submission_busy(run, end_ns - begin_ns),
+        uses=_uses(run, nodes, rates, end_ns - begin_ns),
+        working_set=working_set(run.outcomes, kv_bytes_per_token),
         ttft_shares=_ttft_shares(done),
         kv_bytes_per_s=_kv_bytes(run) * NS_PER_S / (end_ns - begin_ns) if end_ns > begin_ns else 0.0,
         collectives=collective_metrics(run.reports, groups, end_ns - begin_ns),
@@ -219,6 +228,22 @@ def _submission_busy(run: SystemView, duration_ns: int) -> dict[str, float]:
             engine = engine_of(via)
             busy[engine] = max(busy.get(engine, 0.0), counters["busy_ns"] / duration_ns)
     return dict(sorted(busy.items()))
+
+
+def _uses(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_ns: int) -> dict[str, float]:
+    """Of each kind of the bottleneck analysis, what all of its members carried over what they could have."""
+    carried: dict[str, int] = {}
+    could: dict[str, float] = {}
+    for name, counter in run.counters.items():
+        host, kind, *side = name.split(".")
+        kind = kind.rstrip("0123456789")
+        if host not in nodes or kind not in ("snic", "cnic", "dram") or side == ["tx"]:
+            continue
+        key = "snic" if kind == "snic" else "_".join((host.rstrip("0123456789"), kind, *side))
+        rate_bps = {"snic": rates.snic_bps, "cnic": rates.cnic_bps, "dram": rates.dram_bps}[kind]
+        carried[key] = carried.get(key, 0) + counter.data.bytes
+        could[key] = could.get(key, 0.0) + rate_bps * duration_ns / (8 * NS_PER_S)
+    return {key: carried[key] / could[key] if could[key] else 0.0 for key in carried}
 
 
 def _readers(system: str, nodes: Sequence[str], *, both: bool) -> list[str]:

@@ -34,7 +34,9 @@ class TrustLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """One scenario, ready to run. ``starts_ns`` are agents' arrival times in emulated ns, one per script."""
+    """One scenario, ready to run. ``starts_ns`` are agents' arrival times in emulated ns, one per script.
+
+    ``tool_delay_ns``: between the end of a round and the agent's next one, emulated."""
 
     scenario: str
     seed: int
@@ -46,6 +48,7 @@ class RunPlan:
     scale: FittedScale
     scripts: tuple[AgentScript, ...]
     starts_ns: tuple[int, ...]
+    tool_delay_ns: int
     vocab_size: int
     limits: TrustLimits
     sim: SimParams

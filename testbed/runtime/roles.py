@@ -21,4 +21,5 @@ def roles_of(plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, in
         plan.starts_ns,
         central_host=CONTROL_HOST,
         stored=stored,
+        tool_delay_ns=plan.tool_delay_ns,
     )

@@ -252,6 +252,18 @@ def test_a_round_given_up_before_it_was_scheduled_is_let_go_of_then() -> None:
     assert len(_sent(actions, m.AbortRequest)) == 4
 
 
+def test_the_next_round_waits_for_the_tool() -> None:
+    driver = AgentDriver([ListScript("a", [(4, 1), (4, 1)])], [0], small_params(), tool_delay_ns=50)
+    driver.handle(mc.Started(), 0)
+    driver.handle(mc.Received("pe0gpu0", m.TokensEmitted("0.0", 0, (5,))), 9)
+    actions = driver.handle(mc.Received("de0gpu0", m.RequestCompleted("0.0")), 10)
+    assert not _sent(actions, m.SubmitRequest) and not driver.finished
+    assert mc.SetDeadline("arrival/0.1", 60) in actions
+    actions = driver.handle(mc.DeadlinePassed("arrival/0.1"), 60)
+    assert [s.request_id for s in _sent(actions, m.SubmitRequest)] == ["0.1"]  # type: ignore[attr-defined]
+    assert driver.outcomes[1].submitted_ns == 60
+
+
 @pytest.mark.parametrize(("first", "tokens"), [(0, (7,)), (1, (9, 9)), (-1, (5,)), (2, (1,))])
 def test_driver_refuses_tokens_that_cannot_be(first: int, tokens: tuple[int, ...]) -> None:
     driver = AgentDriver([ListScript("a", [(4, 2)])], [0], small_params())

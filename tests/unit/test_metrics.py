@@ -157,3 +157,36 @@ def test_the_busier_submitting_thread_of_an_engine() -> None:
         "st0": {},
     }
     assert metrics_of(Run(outcomes=[outcome()], reports=reports)).submission_busy == {"pe0gpu0": 0.4, "pe0gpu1": 0.5}
+
+
+def test_uses_of_all_of_a_kind_together_over_the_run() -> None:
+    """Two CNICs of a prefill node, one of them idle: half of what the other carried; what an SNIC sends is left out."""
+    counters = {name: counter(name, payload) for name, payload in (
+        ("pe0.snic.rx", 1448), ("pe0.snic.tx", 14480), ("de0.snic.rx", 0), ("pe0.cnic0.read", 2896),
+        ("pe0.cnic1.read", 0), ("de0.cnic0.write", 1448), ("de0.dram", 14480), ("pe0gpu0.pcie.tx", 1448),
+        ("st0.snic.rx", 144800),
+    )}  # fmt: skip
+    uses = metrics_of(Run(outcomes=[outcome()], counters=counters)).uses
+    assert uses == pytest.approx(
+        {
+            "snic": 1514 / 20_000,
+            "pe_cnic_read": 2 * 1514 / 40_000,
+            "de_cnic_write": 1514 / 20_000,
+            "de_dram": 10 * 1514 / 80_000,
+        }
+    )
+
+
+def test_the_working_set_of_the_later_half_of_the_arrivals() -> None:
+    """Rounds take 10 s and have 103 tokens; agents come at 0, 10 and 30 s, so 10 to 30 s is looked at: one of two
+    rounds with a pause of 5 s is there until 25 s, one of one round until 20 s."""
+    rounds = [
+        outcome(0, 0), outcome(0, 1, start_s=15.0, prompt_tokens=197), outcome(1, 0, start_s=10.0),
+        outcome(2, 0, start_s=30.0),
+    ]  # fmt: skip
+    found = metrics_of(Run(outcomes=rounds)).working_set
+    assert found.agents == pytest.approx((15 + 10) / 20)
+    assert found.bytes == pytest.approx(10 * (5 * 103 + 10 * 200 + 10 * 103) / 20)  # 10 bytes per token
+    assert found.life_s == pytest.approx((25 + 10 + 10) / 3)
+    together = metrics_of(Run(outcomes=[outcome(0), outcome(1)])).working_set
+    assert (together.agents, together.bytes) == (2.0, 10 * 2 * 103)

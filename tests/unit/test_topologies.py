@@ -40,6 +40,14 @@ def test_rates_are_the_papers_over_the_scale() -> None:
     assert [n.name for n in spec.nodes] == ["pe0", "de0", "de1"] and spec.gpus_per_node == 8
 
 
+def test_the_storage_cluster_is_a_share_of_all_snics() -> None:
+    spec = cluster_spec(replace(SHAPE, storage_share=0.5, storage_servers=4), scale(8000))
+    assert spec.storage_rate_bps * 4 == spec.snic_rate_bps * 3 // 2
+    assert cluster_spec(SHAPE, scale(8000)).storage_rate_bps == 0
+    with pytest.raises(ConfigError, match="storage_share is -1, but it must be positive"):
+        replace(SHAPE, storage_share=-1)
+
+
 def test_folded_gpus_keep_the_bandwidth_of_their_node() -> None:
     spec = cluster_spec(SHAPE, scale(8000, gpus=4))
     assert spec.gpus_per_node == 2 and spec.cnic_rate_bps == 4 * spec.snic_rate_bps

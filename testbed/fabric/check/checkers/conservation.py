@@ -20,6 +20,7 @@ LASTING = {
     "outcomes": "the result",
     "scripts": "the input",
     "starts_ns": "the input",
+    "tool_delay_ns": "the input",
     "group_tokens": "a figure per group",
     "read_queues": "a figure per node",
     "_turn": "a figure per kind",
