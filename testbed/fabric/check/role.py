@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from testbed.errors import PeerError, TestbedError
+from testbed.errors import BugError, PeerError, TestbedError
 from testbed.fabric.check import inputs as i
 from testbed.fabric.check.checkers import conservation, lane, provenance, queues, tokens
 from testbed.fabric.check.content import NOTHING, Cell
@@ -232,6 +232,8 @@ class Role:
                 self.deadlines[action.key] = action.at_ns
             case mc.ClearDeadline():
                 self.deadlines.pop(action.key, None)
+            case mc.Exchange() | mc.Compute():
+                raise BugError(f"{self.name} asks for a collective, and the check world has none")
 
     def _compute(self, action: mc.ComputePrefill | mc.ComputeDecode, step: Step) -> None:
         assert self.gpu is not None
