@@ -148,6 +148,7 @@ def system_metrics(
     use = snic_use(run.samples, nodes, rates.snic_bps, begin_ns, end_ns)
     readers = [use[node].plateau for node in _readers(run.system, nodes, both=by_de > 0)]
     into = [u.run for u in use.values()]
+    collectives = collective_metrics(run.reports, groups, end_ns - begin_ns)
     return SystemMetrics(
         system=run.system,
         jct_s=(end_ns - begin_ns) / NS_PER_S,
@@ -180,15 +181,19 @@ def system_metrics(
         uses=_uses(run, nodes, rates, end_ns - begin_ns),
         working_set=working_set(run.outcomes, kv_bytes_per_token),
         ttft_shares=_ttft_shares(done),
-        kv_bytes_per_s=_kv_bytes(run) * NS_PER_S / (end_ns - begin_ns) if end_ns > begin_ns else 0.0,
-        collectives=collective_metrics(run.reports, groups, end_ns - begin_ns),
+        kv_bytes_per_s=_kv_bytes(run, collectives) * NS_PER_S / (end_ns - begin_ns) if end_ns > begin_ns else 0.0,
+        collectives=collectives,
     )
 
 
-def _kv_bytes(run: SystemView) -> int:
-    """Payload that left CNICs, model traffic aside."""
+def _kv_bytes(run: SystemView, collectives: CollectiveMetrics | None) -> int:
+    """Payload that left CNICs, model traffic aside: what the high lane carried, or, where there are no lanes, what
+    engines say that they exchanged.
+    """
     cnics = [c for name, c in run.counters.items() if ".cnic" in name and name.endswith(".read")]
-    return sum(c.data.payload_bytes - c.high.payload_bytes for c in cnics)
+    exchanged = sum(collectives.exchanged_bytes.values()) if collectives is not None else 0
+    model_traffic = max(exchanged, sum(c.high.payload_bytes for c in cnics))
+    return sum(c.data.payload_bytes for c in cnics) - model_traffic
 
 
 def _busiest(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_ns: int) -> dict[str, float]:

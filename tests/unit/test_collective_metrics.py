@@ -9,8 +9,9 @@ import pytest
 from testbed.fabric.live.counters import ClassCount
 from testbed.metrics.collectives import collective_metrics, expected_exchanges
 from testbed.metrics.ledger import settle
+from testbed.metrics.metrics import system_metrics
 from testbed.protocol.shards import shard_wire_bytes
-from tests.support.runs import S, counter, outcome
+from tests.support.runs import RATES, Run, S, counter, outcome
 from tests.unit.test_collectives import collectives
 from tests.unit.test_ledger import LAYOUT
 
@@ -88,3 +89,13 @@ def test_kv_in_the_high_lane_is_an_error_though_the_sum_fits() -> None:
     assert errors(right) == [0.0, 0.0, 0.0]
     assert errors(swapped) == [-0.5, 0.0, 1.0]
     assert errors(swapped, lanes=False) == [0.0, 0.0]  # one queue: what is in it is not told apart
+
+
+def test_kv_throughput_leaves_out_model_traffic_with_lanes_and_without() -> None:
+    lanes = replace(counter("pe0.cnic0.read", 10_000), high=ClassCount(bytes=3_000))
+    one_queue = counter("pe0.cnic0.read", 13_000)
+    reports = {"pe0gpu0": report(sent_bytes=3_000)}
+    for cnic in (lanes, one_queue):
+        run = Run(outcomes=[outcome()], counters={"pe0.cnic0.read": cnic}, reports=reports)
+        found = system_metrics(run, kv_bytes_per_token=1, nodes=("pe0",), rates=RATES, groups=(PES,))
+        assert found.kv_bytes_per_s == pytest.approx(1_000)
