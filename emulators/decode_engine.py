@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from emulators.base import Record, participants, unexpected
-from emulators.collectives import EXPERTS_ID, ExpertGroup, GroupMember, Phase
+from emulators.collectives import EXPERTS_ID, ExpertGroup, Phase
+from emulators.group_member import GroupMember
 from testbed.errors import PeerError
 from testbed.ids import DRIVER, INDEX, hbm_endpoint, is_copy_endpoint
 from testbed.protocol import messages as m

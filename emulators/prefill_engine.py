@@ -17,7 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from emulators.base import Record, participants, unexpected
-from emulators.collectives import EXPERTS_ID, ExpertGroup, GroupMember, Phase
+from emulators.collectives import EXPERTS_ID, ExpertGroup, Phase
+from emulators.group_member import GroupMember
 from testbed.errors import PeerError
 from testbed.ids import DRIVER, cnic_hbm_endpoint, hbm_endpoint, node_of
 from testbed.protocol import messages as m

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.live.small import run_judged
+
+pytestmark = pytest.mark.live
 
 SMALL = (
     "cluster.gpus_per_node=2", "workload.source=shipped", "workload.agents=2", "workload.start_turn=3",
