@@ -110,6 +110,9 @@ class Outcome:
     hit_tokens: int = 0
     de_hit_tokens: int = 0
     """Hits that the DE node reads; the PE node reads the others (unless ``read_side`` is "none")."""
+    dram_hit_tokens: int = 0
+    de_dram_hit_tokens: int = 0
+    """Of the hits, and of those that the DE node reads: what was in the DRAM of the reader already."""
     prefill_engine: str = ""
     decode_engine: str = ""
     chunk_blocks: dict[int, int] = field(default_factory=dict)
@@ -194,8 +197,7 @@ class AgentDriver(RoleMachine[_Round]):
                 self._scheduled(message)
             case m.PrefillStarted():
                 if (record := self.find(message.request_id, "PrefillStarted")) is not None:
-                    record.outcome.prefill_started_ns = record.outcome.prefill_started_ns or self.now_ns
-                    self.move(record, "PrefillStarted", _P if record.state in (_S, _C) else record.state)
+                    self._prefill_started(record, message)
             case m.ChunkStarted():
                 if (record := self.find(message.request_id, "ChunkStarted")) is not None:
                     record.outcome.chunk_blocks[message.chunk] = message.cached_blocks
@@ -226,6 +228,13 @@ class AgentDriver(RoleMachine[_Round]):
         outcome.hit_tokens, outcome.de_hit_tokens = message.hit_tokens, message.de_hit_tokens
         outcome.prefill_engine, outcome.decode_engine = message.prefill_engine, message.decode_engine
         self.move(record, "RequestScheduled", _C if record.state is _S else record.state)
+
+    def _prefill_started(self, record: _Round, message: m.PrefillStarted) -> None:
+        outcome, block_tokens = record.outcome, self.params.layout.block_tokens
+        outcome.prefill_started_ns = outcome.prefill_started_ns or self.now_ns
+        outcome.de_dram_hit_tokens = message.de_cached_blocks * block_tokens
+        outcome.dram_hit_tokens = outcome.de_dram_hit_tokens + message.pe_cached_blocks * block_tokens
+        self.move(record, "PrefillStarted", _P if record.state in (_S, _C) else record.state)
 
     def _tokens(self, record: _Round, message: m.TokensEmitted) -> None:
         outcome = record.outcome

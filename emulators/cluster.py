@@ -110,11 +110,12 @@ def describe_roles(
 def _dram(node: str, plan: ClusterPlan, system: SystemConfig, params: ProtocolParams) -> RoleDescription:
     engines = [e for e in plan.group_of_node(node).engines if node_of(e) == node]
     direct = [copy_dram_endpoint(e) for e in engines] if system.direct_copies else []
+    pages = params.dram_pages + params.dram_cache_pages + params.stage_pages
     return RoleDescription(
         name=node,
         host=node,
         make=lambda: DramBuffer(node, plan, params, direct_copies=system.direct_copies),
-        memory_bytes=(params.dram_pages + params.stage_pages) * params.layout.full_block_bytes,
+        memory_bytes=pages * params.layout.full_block_bytes,
         endpoints=(snic_endpoint(node), *(cnic_dram_endpoint(e) for e in engines), *direct),
     )
 

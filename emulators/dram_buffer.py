@@ -10,15 +10,18 @@ buffer, generated ones through a staging page (D2H).
 
 Order of acquisition, the same for every request, so that waiting for memory cannot be circular: DE buffer, PE buffer,
 HBM; staging pages are a pool apart.
+
+What a request leaves behind may stay in a cache (``dram_cache.py``): hits that are found there are not read again.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emulators.base import Record, RoleMachine, participants, unexpected
+from emulators.dram_cache import DramCache
 from emulators.persister import Persister, PersistJob
 from testbed.errors import PeerError
 from testbed.ids import cnic_dram_endpoint, dram_endpoint, is_copy_endpoint, snic_endpoint
@@ -108,6 +111,7 @@ class _Stage:
     request_id: str
     key: int
     parent: int
+    cached: bool = False  # its page is one of the buffer's and stays in the cache
     page: int = -1
 
 
@@ -127,6 +131,7 @@ class Held(Record):
     assignment: m.Assignment
     prefill_side: bool
     pages: tuple[int, ...] = ()
+    cached: frozenset[int] = frozenset()  # keys of hits that were here already
     reads_left: int = 0
     layer_blocks_left: int = 0
     grants: dict[int, int] = field(default_factory=dict)  # open grant -> Layer Blocks it brings (0: a storage read)
@@ -153,7 +158,7 @@ class Held(Record):
 
 
 class DramBuffer(RoleMachine[Held]):
-    """The DRAM of one node. Memory: ``dram_pages`` buffer pages, then ``stage_pages`` staging pages."""
+    """The DRAM of one node. Memory: pages of buffer and cache, in one pool, then ``stage_pages`` staging pages."""
 
     table = TABLE  # type: ignore[assignment]
 
@@ -163,7 +168,8 @@ class DramBuffer(RoleMachine[Held]):
         self.plan = plan
         self.leader = plan.group_of_node(node).leader
         page_bytes = params.layout.full_block_bytes
-        self.buffer = PagePool(capacity=params.dram_pages, page_bytes=page_bytes)
+        self.buffer = PagePool(capacity=params.dram_pages + params.dram_cache_pages, page_bytes=page_bytes)
+        self.cache = DramCache(self.buffer, params.dram_cache_pages)
         self.stage = PagePool(capacity=params.stage_pages, page_bytes=page_bytes)
         self.issuer = GrantIssuer()
         self.waiting: deque[str] = deque()
@@ -180,6 +186,7 @@ class DramBuffer(RoleMachine[Held]):
         """For the end of a run: blocks that could not be stored, most pages in use."""
         return {
             "blocks_given_up": self.persister.blocks_given_up,
+            "cached_blocks": len(self.cache.lru),
             "peak_buffer_pages": self.buffer.peak,
             "peak_stage_pages": self.stage.peak,
         }
@@ -257,25 +264,48 @@ class DramBuffer(RoleMachine[Held]):
             if held is None:
                 self.waiting.popleft()
                 continue
-            pages = self.buffer.take(self._pages_needed(held))
-            if pages is None:
+            if not self._take_pages(held):
                 return
             self.waiting.popleft()
-            held.pages = pages
             self._start(held)
+
+    def _take_pages(self, held: Held) -> bool:
+        """Memory for a request: cached blocks where they are, and pages for the others. False: it has to wait."""
+        keys = held.assignment.keys
+        lent = self.cache.lend(keys[k] for k in held.reads)
+        fresh = self.cache.take(self._pages_needed(held) - len(lent))
+        if fresh is None:
+            self.buffer.release(lent.values())
+            return False
+        left = iter(fresh)
+        held.cached = frozenset(lent)
+        held.pages = tuple(
+            lent[keys[k]] if keys[k] in lent else next(left)
+            for k in (held.reads if held.prefill_side else range(len(keys)))
+        )
+        return True
 
     def _start(self, held: Held) -> None:
         a = held.assignment
         if not held.prefill_side:
             held.layer_blocks_left = (len(a.keys) - len(held.reads)) * self.params.layout.layers
             self.out.send(a.prefill_engine, m.BufferReserved(a.request_id))
-        if held.reads:
-            held.reads_left = len(held.reads)
-            self.reads.extend(_Read(a.request_id, k) for k in held.reads)
+        missing = [k for k in held.reads if a.keys[k] not in held.cached]
+        if missing:
+            held.reads_left = len(missing)
+            self.reads.extend(_Read(a.request_id, k) for k in missing)
             self.move(held, "PagesTaken", _R)
             self._pump_reads()
-        else:
-            self.move(held, "PagesTaken", _H)
+            return
+        if held.reads:
+            self._all_read(held)
+        self.move(held, "PagesTaken", _H)
+
+    def _all_read(self, held: Held) -> None:
+        """All hits that are to be read here are in DRAM."""
+        a = held.assignment
+        self.out.send(a.prefill_engine, m.PrefixLoaded(a.request_id, len(held.cached)))
+        self.out.send(self.leader, m.ReadFinished(a.request_id, self.role))
 
     # --- reads from storage --------------------------------------------------------------------------------------
 
@@ -306,9 +336,7 @@ class DramBuffer(RoleMachine[Held]):
         if held.reads_left:
             self.move(held, "ReadLanded", _R)
         else:
-            a = held.assignment
-            self.out.send(a.prefill_engine, m.PrefixLoaded(a.request_id))
-            self.out.send(self.leader, m.ReadFinished(a.request_id, self.role))
+            self._all_read(held)
             self.move(held, "ReadLanded", _H)
             self._check_buffered(held)
         self._pump_reads()
@@ -393,7 +421,14 @@ class DramBuffer(RoleMachine[Held]):
         self._write(held, message.grant, engine, held.pages, 0, size, fills_hbm=True, blocks_each=1)
 
     def _free(self, held: Held) -> None:
-        """The request needs its buffer no more; writes in flight and blocks being persisted still hold their pages."""
+        """The request needs its buffer no more; writes in flight and blocks being persisted still hold their pages.
+
+        Its whole blocks stay in the cache: the PE buffer's are the hits that it has read.
+        """
+        a = held.assignment
+        blocks = held.reads if held.prefill_side else range(self.params.layout.full_blocks(a.prompt_tokens))
+        if held.pages:
+            self.cache.keep(a.keys[blocks.start : blocks.stop], held.pages[: len(blocks)])
         self.buffer.release(held.pages)
         held.pages = ()
         self._pump_waiting()
@@ -407,11 +442,15 @@ class DramBuffer(RoleMachine[Held]):
             if held is None:
                 self.stages.popleft()
                 continue
-            pages = self.stage.take(1)
+            # What the cache will keep lands where it can stay, if there is room: staging pages never depend on buffers.
+            pages = self.cache.take(1) if self.cache.capacity else None
+            cached = pages is not None
+            pages = pages or self.stage.take(1)
             if pages is None:
                 return
             self.stages.popleft()
-            offset = self._stage_offset(pages[0])
+            stage = replace(stage, cached=cached, page=pages[0])
+            offset = self._stage_offset(stage)
             landing = Landing(
                 pieces=(offset,),
                 piece_bytes=self.params.layout.full_block_bytes,
@@ -423,17 +462,23 @@ class DramBuffer(RoleMachine[Held]):
             ref = self.issuer.issue(dram_endpoint(engine, direct=self.direct_copies), landing)
             self.out.add(OpenGrant(ref, landing))
             self.owners[ref.grant_id] = stage.request_id
-            held.staged[ref.grant_id] = _Stage(stage.request_id, stage.key, stage.parent, pages[0])
+            held.staged[ref.grant_id] = stage
             self.out.send(held.assignment.decode_engine, m.StageOpened(stage.request_id, stage.key, ref))
 
     def _stage_landed(self, stage: _Stage) -> None:
-        offset = self._stage_offset(stage.page)
-        self._persist(stage.request_id, stage.key, stage.parent, self.stage, stage.page, offset)
-        self.stage.release((stage.page,))
+        pool, offset = self._stage_pool(stage), self._stage_offset(stage)
+        self._persist(stage.request_id, stage.key, stage.parent, pool, stage.page, offset)
+        if stage.cached:
+            self.cache.keep((stage.key,), (stage.page,))
+        pool.release((stage.page,))
 
-    def _stage_offset(self, page: int) -> int:
-        """Byte offset of a staging page: they follow the buffer's."""
-        return self.buffer.capacity * self.buffer.page_bytes + self.stage.offset(page)
+    def _stage_pool(self, stage: _Stage) -> PagePool:
+        return self.buffer if stage.cached else self.stage
+
+    def _stage_offset(self, stage: _Stage) -> int:
+        """Byte offset of the page that a block is staged in: staging pages follow the buffer's."""
+        before = 0 if stage.cached else self.buffer.capacity * self.buffer.page_bytes
+        return before + self._stage_pool(stage).offset(stage.page)
 
     # --- completions ---------------------------------------------------------------------------------------------
 
@@ -530,7 +575,8 @@ class DramBuffer(RoleMachine[Held]):
             self.owners.pop(grant_id, None)
             if grant_id in self.reading:
                 self._read_ended(grant_id)
-        self.stage.release(stage.page for stage in record.staged.values())
+        for stage in record.staged.values():
+            self._stage_pool(stage).release((stage.page,))
         if record.reads_left:
             self.out.send(self.leader, m.ReadFinished(record.request_id, self.role))
         self.buffer.release(record.pages)

@@ -84,6 +84,7 @@ class _Prompt(Record):
     assignment: m.Assignment
     computed_tokens: int = 0
     reading: set[str] = field(default_factory=set)  # nodes that have not read their hits yet
+    cached_in: dict[str, int] = field(default_factory=dict)  # node -> blocks that it need not read
     chunk: int = 0
     layer_grants: dict[int, tuple[GrantRef, ...]] = field(default_factory=dict)  # by chunk
     flushes_out: int = 0  # steps computed and not yet wholly in the DE buffer
@@ -175,6 +176,7 @@ class PrefillEngine(GroupMember[_Prompt]):
             case m.PrefixLoaded():
                 if (prompt := self.find(message.request_id, "PrefixLoaded")) is not None:
                     prompt.reading.discard(sender)
+                    prompt.cached_in[sender] = message.cached_blocks
                     if prompt.state is _R and not prompt.reading:
                         self._make_runnable(prompt, "PrefixLoaded")
                     else:
@@ -255,7 +257,7 @@ class PrefillEngine(GroupMember[_Prompt]):
             self.move(prompt, "Packed", _C)
             items.append((prompt, chunk, prompt.chunk))
             if prompt.chunk == 0:
-                self.out.send(DRIVER, m.PrefillStarted(prompt.request_id))
+                self.out.send(DRIVER, _started(prompt))
             else:
                 cached = chunk.cached_tokens // self.params.layout.block_tokens
                 self.out.send(DRIVER, m.ChunkStarted(prompt.request_id, prompt.chunk, cached))
@@ -533,6 +535,11 @@ class PrefillEngine(GroupMember[_Prompt]):
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def _started(prompt: _Prompt) -> m.PrefillStarted:
+    a, cached = prompt.assignment, prompt.cached_in
+    return m.PrefillStarted(a.request_id, cached.get(a.prefill_node, 0), cached.get(a.decode_node, 0))
 
 
 def _shares(a: m.Assignment) -> tuple[tuple[str, range], ...]:

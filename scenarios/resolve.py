@@ -5,6 +5,7 @@ Nothing is built or started here, so that all faults of the input show before th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -212,6 +213,12 @@ def _params(
         if getattr(p, key) < 0 or (key != "wait_deadline_s" and getattr(p, key) == 0):
             raise ConfigError(f"protocol.{key} is {getattr(p, key):g}, but it must be positive.")
     page = layout.full_block_bytes
+    cache_pages = int(p.dram_cache_bytes / scale.byte_scale) // page
+    if p.dram_cache_bytes and cache_pages < 1:
+        raise ConfigError(
+            f"protocol.dram_cache_bytes is {p.dram_cache_bytes}, which is no whole block of "
+            f"{math.ceil(page * scale.byte_scale)} bytes; raise it, or leave it at 0 for no cache."
+        )
     pe_hbm, de_hbm = kv_hbm_bytes_per_gpu(model)
     per_gpu = Fraction(scale.gpus_scale) / scale.byte_scale
     return ProtocolParams(
@@ -230,6 +237,7 @@ def _params(
         persist_window_blocks=p.persist_window_blocks,
         replicas=p.replicas,
         dram_pages=int((p.kv_dram_bytes or kv_dram_bytes_per_node(model)) / scale.byte_scale) // page,
+        dram_cache_pages=cache_pages,
         stage_pages=p.stage_pages,
         pe_hbm_bytes=int((p.pe_hbm_bytes or pe_hbm) * per_gpu),
         de_hbm_pages=int((p.de_hbm_bytes or de_hbm) * per_gpu) // page,

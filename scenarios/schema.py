@@ -96,6 +96,8 @@ class ProtocolSection:
     replicas: int = 2
     kv_dram_bytes: int = 0
     """Host DRAM for KV per node."""
+    dram_cache_bytes: int = 0
+    """Host DRAM per node, beside ``kv_dram_bytes``, that keeps blocks of ended requests; 0, the paper's: none."""
     pe_hbm_bytes: int = 0
     """HBM for KV of one prefill GPU."""
     de_hbm_bytes: int = 0

@@ -47,6 +47,7 @@ class CheckConfig:
     stored_blocks: int = 1
     agents: tuple[Turns, ...] = (((3, 2),), ((4, 1),))
     dram_pages: int = 16
+    dram_cache_pages: int = 0
     stage_pages: int = 8
     de_hbm_pages: int = 16
     pe_hbm_blocks: int = 64
@@ -71,6 +72,14 @@ BUILT_IN = {
         CheckConfig(
             name="1p1d-2r-tight", dram_pages=3, stage_pages=1, de_hbm_pages=3, pe_hbm_blocks=16, window_blocks=1
         ),
+        CheckConfig(
+            name="1p1d-2turns-cache",
+            layers=1,
+            stored_blocks=2,
+            agents=(((5, 1), (1, 1)),),
+            dram_pages=4,
+            dram_cache_pages=1,
+        ),
         CheckConfig(name="1p1d-2r-late-reports", layers=1, late_reports=True),
         CheckConfig(name="1p2d-2r", decode_nodes=2),
         CheckConfig(name="2p1d-2r", prefill_nodes=2),
@@ -92,6 +101,8 @@ BUILT_IN = {
         ),
     )
 }
+
+_MAY_BE_0 = ("stored_blocks", "dram_cache_pages")
 
 
 class CheckCost:
@@ -168,7 +179,7 @@ def config_of(source: str, values: dict[str, Any]) -> CheckConfig:
         raise ConfigError(f"{source}: {error}.") from error
     for key in known:
         value = getattr(config, key)
-        if isinstance(value, int) and not isinstance(value, bool) and value < (key not in ("stored_blocks",)):
+        if isinstance(value, int) and not isinstance(value, bool) and value < (key not in _MAY_BE_0):
             raise ConfigError(f"{source}: {key} is {value}, but it must be positive.")
     if not config.agents or any(not turns or min(min(turn) for turn in turns) < 1 for turns in config.agents):
         raise ConfigError(f"{source}: every agent needs turns, each of at least one token to append and to generate.")
@@ -224,6 +235,7 @@ def setup_of(config: CheckConfig, *, alter: Callable[[list[RoleDescription]], li
         stored={server: {key: c for key, c in stored.items() if server in holders(key)} for server in servers},
         late_reports=config.late_reports,
         roomy=_is_roomy(config, params),
+        caching=config.dram_cache_pages > 0,
     )
 
 
@@ -236,7 +248,7 @@ def _is_roomy(config: CheckConfig, params: ProtocolParams) -> bool:
     windows = (params.storage_pages, params.read_window_blocks, params.persist_window_blocks, params.stage_pages)
     forwards = 2 * 2 * min(params.layers_in_flight, len(params.steps)) * most
     pools = params.dram_pages >= most and params.de_hbm_pages >= most and params.pe_hbm_pages >= forwards
-    return pools and min(windows) >= most
+    return pools and min(windows) >= most and not config.dram_cache_pages
 
 
 def _spec(config: CheckConfig) -> ClusterSpec:
@@ -258,6 +270,7 @@ def _params(config: CheckConfig, layout: BlockLayout) -> ProtocolParams:
         layout=layout,
         replicas=config.replicas,
         dram_pages=config.dram_pages,
+        dram_cache_pages=config.dram_cache_pages,
         stage_pages=config.stage_pages,
         de_hbm_pages=config.de_hbm_pages,
         pe_hbm_bytes=config.pe_hbm_blocks * layout.layer_block_bytes,

@@ -14,6 +14,8 @@ generated full block       DE CNIC read and write (D2H), DE DRAM       the same
 write-back                 new full blocks x replicas: DE DRAM, SNIC   the same
 =========================  ==========================================  ==========================================
 
+Hits that a node's DRAM kept (``dram_cache_bytes``) are not read from storage; the other steps stay.
+
 Of a split read the PE path has the hits that the PE node reads, and all misses; the DE path the other hits.
 
 Where local copies go over the copy engine (steps 3-4, 8-9 of the PE path, 6-7 of the DE path, generated blocks), they
@@ -97,7 +99,8 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
 
     within_pe = () if how.direct_copies else (pe.cnic_read, pe.cnic_write)
     within_de = () if how.direct_copies else (de.cnic_read, de.cnic_write)
-    for reader, read in ((pe, hits - de_hits), (de, de_hits)):
+    in_dram, in_de_dram = r.dram_hit_tokens // layout.block_tokens, r.de_dram_hit_tokens // layout.block_tokens
+    for reader, read in ((pe, hits - de_hits - (in_dram - in_de_dram)), (de, de_hits - in_de_dram)):
         _add(ledger, read * block, f"{STORAGE}.snic.tx", f"{reader.node}.snic.rx", reader.dram)
     for cached in (hits, *r.chunk_blocks.values()):
         _add(ledger, by_step(hits - de_hits), pe.dram, *within_pe, pe.pcie_in)

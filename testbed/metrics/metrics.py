@@ -67,6 +67,8 @@ class LinkRates:
 class SystemMetrics:
     """One system. ``bytes_by_path``: KV read from storage through prefill ("pe") and decode ("de") nodes.
 
+    ``dram_hit_share``: of the bytes hit, those that the DRAM of the node that was to read them had kept.
+
     ``requests_by_path``: whole requests read there, and requests "split" between both.
 
     ``first_turn_hit_tokens``: hits of first rounds. Where agents start without a past, others have stored these blocks.
@@ -96,6 +98,7 @@ class SystemMetrics:
     prompt_tokens: int
     hit_tokens: int
     hit_rate: float
+    dram_hit_share: float
     first_turn_hit_tokens: int
     tokens_emitted: int
     tokens_verified: int
@@ -142,11 +145,13 @@ def system_metrics(
     begin_ns = min((r.submitted_ns for r in run.outcomes), default=0)
     end_ns = max((r.completed_ns for r in run.outcomes), default=begin_ns)
     read = {side: [r for r in done if r.read_side == side and r.hit_tokens] for side in ("pe", "de", "split")}
-    by_de = sum(r.de_hit_tokens for r in done)
-    by_pe = sum(r.hit_tokens for rounds in read.values() for r in rounds) - by_de
+    in_dram, in_de_dram = (sum(r.dram_hit_tokens for r in done), sum(r.de_dram_hit_tokens for r in done))
+    at_de = sum(r.de_hit_tokens for r in done)
+    at_pe = sum(r.hit_tokens for rounds in read.values() for r in rounds) - at_de
+    by_de, by_pe = at_de - in_de_dram, at_pe - (in_dram - in_de_dram)
     prompt, hits = sum(r.prompt_tokens for r in done), sum(r.hit_tokens for r in done)
     use = snic_use(run.samples, nodes, rates.snic_bps, begin_ns, end_ns)
-    readers = [use[node].plateau for node in _readers(run.system, nodes, both=by_de > 0)]
+    readers = [use[node].plateau for node in _readers(run.system, nodes, both=at_de > 0)]
     into = [u.run for u in use.values()]
     collectives = collective_metrics(run.reports, groups, end_ns - begin_ns)
     return SystemMetrics(
@@ -166,6 +171,7 @@ def system_metrics(
         prompt_tokens=prompt,
         hit_tokens=hits,
         hit_rate=hits / prompt if prompt else 0.0,
+        dram_hit_share=in_dram / hits if hits else 0.0,
         first_turn_hit_tokens=sum(r.hit_tokens for r in done if r.turn == 0),
         tokens_emitted=sum(len(r.tokens) for r in run.outcomes),
         tokens_verified=run.tokens_verified,

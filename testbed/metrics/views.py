@@ -23,6 +23,8 @@ class RoundView(Protocol):
     read_side: str
     hit_tokens: int
     de_hit_tokens: int
+    dram_hit_tokens: int
+    de_dram_hit_tokens: int
     prefill_engine: str
     decode_engine: str
     chunk_blocks: dict[int, int]

@@ -199,9 +199,13 @@ class BufferReserved(Message, frozen=True):
 
 
 class PrefixLoaded(Message, frozen=True):
-    """DRAM (of either side) -> PE: all hit blocks that this node reads are in its DRAM, verified."""
+    """DRAM (of either side) -> PE: all hit blocks that this node reads are in its DRAM, verified.
+
+    ``cached_blocks`` of them were there already.
+    """
 
     request_id: str
+    cached_blocks: int = 0
 
 
 class LoadLayers(Message, frozen=True):
@@ -355,9 +359,14 @@ class RequestScheduled(Message, frozen=True):
 
 
 class PrefillStarted(Message, frozen=True):
-    """PE -> driver: the hits are in DRAM and the request has entered a forward batch."""
+    """PE -> driver: the hits are in DRAM and the request has entered a forward batch.
+
+    So many of the hits that each node was to read were in its DRAM already.
+    """
 
     request_id: str
+    pe_cached_blocks: int = 0
+    de_cached_blocks: int = 0
 
 
 class ChunkStarted(Message, frozen=True):

@@ -78,6 +78,10 @@ class PagePool:
             else:
                 self._holds[page] = holds - 1
 
+    def holds(self, page: int) -> int:
+        """How many hold a page."""
+        return self._holds.get(page, 0)
+
     def offset(self, page: int) -> int:
         """Byte offset of a page in its memory."""
         return page * self.page_bytes

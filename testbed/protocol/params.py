@@ -50,6 +50,8 @@ class ProtocolParams:
     """Copies of a block on different storage servers (3FS writes all, reads any)."""
     dram_pages: int = 1024
     """Full Blocks of buffer in a node's DRAM (KV DRAM of A.4 divided by the Full Block)."""
+    dram_cache_pages: int = 0
+    """Full Blocks of ended requests that a node's DRAM keeps beside its buffer; 0, the paper's: none."""
     stage_pages: int = 32
     """Full Blocks of DRAM kept apart for copying generated blocks out, so that full buffers cannot block decode."""
     pe_hbm_bytes: int = 1 << 26

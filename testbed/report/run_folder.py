@@ -44,8 +44,8 @@ _SPARE_BYTES = 200_000_000
 
 _REQUEST_COLUMNS = (
     "system", "agent", "turn", "prompt_tokens", "generate_tokens", "hit_tokens", "read_side", "de_hit_tokens",
-    "prefill_engine", "decode_engine", "submitted_s", "scheduled_s", "prefill_started_s", "first_token_s",
-    "second_token_s", "last_token_s", "completed_s", "tokens", "error", "error_detail",
+    "dram_hit_tokens", "prefill_engine", "decode_engine", "submitted_s", "scheduled_s", "prefill_started_s",
+    "first_token_s", "second_token_s", "last_token_s", "completed_s", "tokens", "error", "error_detail",
 )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _request_row(system: str, r: RoundView, begin_ns: int) -> tuple[object, ...]
     )  # fmt: skip
     return (
         system, r.agent, r.turn, r.prompt_tokens, r.generate_tokens, r.hit_tokens, r.read_side, r.de_hit_tokens,
-        r.prefill_engine, r.decode_engine, _seconds(r.submitted_ns - begin_ns),
+        r.dram_hit_tokens, r.prefill_engine, r.decode_engine, _seconds(r.submitted_ns - begin_ns),
         *(_seconds(t - begin_ns) if t else "" for t in later), len(r.tokens), r.error,
         r.error_detail,
     )  # fmt: skip

@@ -52,6 +52,8 @@ def systems_table(summary: Summary) -> Table:
         ("KV read by PE side, MB", [f"{m.bytes_by_path['pe'] / 1e6:.1f}" for m in summary.systems]),
         ("KV read by DE side, MB", [f"{m.bytes_by_path['de'] / 1e6:.1f}" for m in summary.systems]),
     ]
+    if any(m.dram_hit_share for m in summary.systems):
+        rows.append(("of the hits, from DRAM", [f"{m.dram_hit_share:.1%}" for m in summary.systems]))
     if any(m.first_turn_hit_tokens for m in summary.systems):
         rows.append(("hits of first turns, tokens", [f"{m.first_turn_hit_tokens:,}" for m in summary.systems]))
     for node in summary.systems[0].snic_utilisation if summary.systems else ():

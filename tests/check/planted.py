@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from emulators.central_scheduler import CentralScheduler, _Request
 from emulators.cluster import RoleDescription
 from emulators.dram_buffer import DramBuffer, Held
+from emulators.dram_cache import DramCache
 from emulators.persister import Persister, PersistJob
 from emulators.prefill_engine import PrefillEngine, _Step
 from testbed.fabric.spec import NodeKind
@@ -105,6 +107,48 @@ class MissesMergedWrongly(DramBuffer):
         return refs
 
 
+class EvictedStillLent(DramCache):
+    """A block that has been evicted is lent nevertheless: its page may be anybody's by now."""
+
+    def keep(self, keys: Iterable[int], pages: Iterable[int]) -> None:
+        """Keep, and remember what had to go."""
+        keys, pages = tuple(keys), tuple(pages)
+        before = dict(zip(keys, pages, strict=True)) | self.lru
+        super().keep(keys, pages)
+        self.gone = {**self.gone, **{key: page for key, page in before.items() if key not in self.lru}}
+
+    def lend(self, keys: Iterable[int]) -> dict[int, int]:
+        """What is here, and what was."""
+        keys = tuple(keys)
+        return {key: self.gone[key] for key in keys if key in self.gone} | super().lend(keys)
+
+    gone: Mapping[int, int] = MappingProxyType({})
+
+
+class KeptAtWrongKey(DramCache):
+    """The first of a request's blocks is kept under the key of its last."""
+
+    def keep(self, keys: Iterable[int], pages: Iterable[int]) -> None:
+        """Keep pages in the wrong order."""
+        super().keep(tuple(keys)[::-1], pages)
+
+
+class UsesEvicted(DramBuffer):
+    """A node's DRAM with a cache that makes the first of these mistakes."""
+
+
+class MixesUpBlocks(DramBuffer):
+    """The second one."""
+
+
+_PARTS = {
+    VisibleBeforeDurable: ("persister", EarlyPersister),
+    UsesEvicted: ("cache", EvictedStillLent),
+    MixesUpBlocks: ("cache", KeptAtWrongKey),
+}
+"""Machines whose mistake is in a part of theirs."""
+
+
 def planted(machine: type, name: str) -> Callable[[list[RoleDescription]], list[RoleDescription]]:
     """Descriptions in which the role ``name`` is a ``machine``: same state, one method else."""
 
@@ -118,8 +162,9 @@ def _altered(description: RoleDescription, machine: type) -> RoleDescription:
     def make() -> Any:
         made: Any = description.make()
         made.__class__ = machine
-        if machine is VisibleBeforeDurable:
-            made.persister.__class__ = EarlyPersister
+        if machine in _PARTS:
+            part, mistaken = _PARTS[machine]
+            getattr(made, part).__class__ = mistaken
         return made
 
     return replace(description, make=make)

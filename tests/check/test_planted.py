@@ -19,6 +19,8 @@ CASES = [
     (p.AssignedTwice, "scheduler", "1p1d-1r", 0, "tokens", "assigned to the group of leader-pe0 a second time"),
     (p.MissesMergedWrongly, "de0", "1p1d-2r", 0, "provenance", "memory never written"),
     (p.MissesMergedWrongly, "de0", "1p1d-1r-split", 0, "provenance", "lands where layer 0 of block"),
+    (p.UsesEvicted, "pe0", "1p1d-2turns-cache", 0, "machine", "retained but nobody holds it"),
+    (p.MixesUpBlocks, "pe0", "1p1d-2turns-cache", 0, "provenance", "lands where layer 0 of block"),
     (p.StartsWithOneHalf, "pe0gpu0", "1p1d-1r-split", 0, "tokens", "OpenLayerWrites for request 0.0 comes in state R"),
 ]
 
@@ -41,7 +43,14 @@ def test_a_planted_mistake_is_found(
 
 @pytest.mark.parametrize(
     ("config", "faults"),
-    [("1p1d-1r-1l-cold", 1), ("1p1d-2r", 0), ("1p1d-2turns", 0), ("1p1d-1r-split", 1), ("1p1d-2r-split", 0)],
+    [
+        ("1p1d-1r-1l-cold", 1),
+        ("1p1d-2r", 0),
+        ("1p1d-2turns", 0),
+        ("1p1d-2turns-cache", 0),
+        ("1p1d-1r-split", 1),
+        ("1p1d-2r-split", 0),
+    ],
 )
 def test_nothing_is_found_where_nothing_is_planted(config: str, faults: int) -> None:
     _, coverage = explore(config, faults)

@@ -78,6 +78,12 @@ CASES = (
     Case(name="HBM pressure", turns=(_TALK,) * 5, changes={"de_hbm_pages": _ROOM, "persist_window_blocks": 1}),
 )
 
+CACHE_CASES = (
+    Case(name="DRAM cache", changes={"dram_cache_pages": 100}),
+    Case(name="small DRAM cache", turns=(_TALK,) * 2, apart=True, changes={"dram_pages": _ROOM, "dram_cache_pages": 6}),
+    Case(name="cached prefixes", nodes=(2, 2), shared=17, apart=True, changes={"dram_cache_pages": 30}),
+)
+
 COPY_CASES = (
     Case(name="larger cluster", nodes=(2, 2), gpus=2, turns=(_TALK,) * 6),
     Case(name="chunked prefill", chunked=True, changes={"compute_quota_ns": 8 * LAYOUT.layers * 1_000}),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from testbed.protocol.params import system_named
-from tests.conformance.cases import CASES, COPY_CASES, Case
+from tests.conformance.cases import CACHE_CASES, CASES, COPY_CASES, Case
 from tests.support.leaks import leaks
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
@@ -39,7 +39,11 @@ def shared_blocks_hit(case: Case) -> bool:
 
 @pytest.mark.parametrize(
     ("system", "case"),
-    [*itertools.product(SERVED, CASES), *itertools.product(("dualpath-copy-engine",), COPY_CASES)],
+    [
+        *itertools.product(SERVED, CASES),
+        *itertools.product(("basic", "dualpath", "dualpath-split"), CACHE_CASES),
+        *itertools.product(("dualpath-copy-engine",), COPY_CASES),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_worlds_serve_alike(system: str, case: Case) -> None:
@@ -59,6 +63,7 @@ def test_worlds_serve_alike(system: str, case: Case) -> None:
     assert hits["sim"] == hits["real bytes"]
     first = [hit for (agent, turn), hit in hits["sim"].items() if turn == 0 and agent]
     assert any(first) == shared_blocks_hit(case)
+    assert any(o.dram_hit_tokens for o in outcomes) == (case in CACHE_CASES)
 
 
 def _check_bytes(world: Hosted, case: Case, system: str, name: str) -> None:

@@ -88,6 +88,7 @@ class Case:
             layers_in_flight=self.layers_in_flight,
             replicas=self.replicas,
             dram_pages=pages,
+            dram_cache_pages=(0, 3, 40, 0)[self.seed % 4],
             de_hbm_pages=pages,
             stage_pages=1 if self.tight else 8,
             storage_pages=1 if self.tight else 8,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from emulators.collectives import ExpertGroup, Phase
+from testbed.fabric.check.checkers.conservation import kept_pages
 from testbed.protocol.pages import PagePool
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
@@ -55,8 +56,9 @@ def _machine_leaks(machine: Any) -> Iterator[str]:
         if key in LASTING:
             continue
         if isinstance(value, PagePool):
-            if value.used or value.free != value.capacity:
-                yield f"{key}: {value.used} of {value.capacity} pages used"
+            kept = kept_pages(machine, value)
+            if value._holds != kept or value.free + len(kept) != value.capacity:
+                yield f"{key}: {value.used} of {value.capacity} pages used, {len(kept)} by the cache"
         elif key in INNER:
             if any(value.values()):
                 yield f"{key}: {value}"

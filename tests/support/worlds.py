@@ -77,9 +77,12 @@ def expected_bytes(
         pe_snic, de_snic = (snic_endpoint(node_of(e)) for e in (o.prefill_engine, o.decode_engine))
         de_hits = {"pe": 0, "de": hits, "split": o.de_hit_tokens // bt, "none": 0}[o.read_side]
         assert o.de_hit_tokens == de_hits * bt
-        total["storage", pe_snic] += (hits - de_hits) * block  # PE path 1-2
+        de_kept = o.de_dram_hit_tokens // bt
+        pe_kept = o.dram_hit_tokens // bt - de_kept
+        assert de_kept <= de_hits and pe_kept <= hits - de_hits
+        total["storage", pe_snic] += (hits - de_hits - pe_kept) * block  # PE path 1-2
         total[_direct(pe_dram, pe_hbm) if direct else (pe_dram, pe_hbm)] += (hits - de_hits) * block  # 3-4
-        total["storage", de_snic] += de_hits * block  # DE path 1-2
+        total["storage", de_snic] += (de_hits - de_kept) * block  # DE path 1-2
         total[de_dram, pe_hbm] += de_hits * block  # DE path 3-5
         # PE path 5-7: hits and misses; DE path, unnumbered: the misses return
         total[pe_hbm, de_dram] += (prompt_blocks - de_hits) * block

@@ -44,7 +44,7 @@ def served_by(system: str, params: ProtocolParams = PARAMS) -> ServedBy:
     )
 
 
-def run(system: str, seed: int = 1) -> tuple[Counter[str], list[Outcome]]:
+def run(system: str, seed: int = 1, params: ProtocolParams = PARAMS) -> tuple[Counter[str], list[Outcome]]:
     """Wire bytes of every write that the machines post, by resource of its path; and the outcomes."""
     net, found = Plan(SPEC), Counter[str]()
 
@@ -57,7 +57,7 @@ def run(system: str, seed: int = 1) -> tuple[Counter[str], list[Outcome]]:
         return [action]
 
     scripts = [ListScript(f"a{i}", TURNS[: 2 + i % 3], seed=seed) for i in range(5)]
-    world = LocalWorld(SPEC, PARAMS, system, scripts, seed=seed, hook=count)
+    world = LocalWorld(SPEC, params, system, scripts, seed=seed, hook=count)
     outcomes = world.run()
     world.drain()
     assert not any(o.error for o in outcomes)
@@ -74,6 +74,13 @@ def test_the_step_counts_are_what_the_machines_post(system: str, seed: int) -> N
         assert {o.read_side for o in outcomes} >= {"pe", "de"} and expected["pe0.dram"] > 0
     if system == "dualpath-split":
         assert any(o.read_side == "split" for o in outcomes)
+
+
+@pytest.mark.parametrize("system", ["basic", "dualpath", "dualpath-split"])
+def test_hits_from_dram_are_no_storage_reads_and_all_else_stays(system: str) -> None:
+    found, outcomes = run(system, params=replace(PARAMS, dram_cache_pages=40))
+    assert sum(o.dram_hit_tokens for o in outcomes) > 0
+    assert +expected_traffic(outcomes, served_by(system)) == +found
 
 
 def test_a_step_left_out_is_seen() -> None:

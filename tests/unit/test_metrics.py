@@ -49,6 +49,13 @@ def test_counts_and_bytes_by_path() -> None:
     assert (m.tokens_emitted, m.tokens_verified) == (12, 9)
 
 
+def test_hits_from_dram_are_not_read_from_storage() -> None:
+    kept = outcome(1, read_side="split", hit_tokens=64, de_hit_tokens=32, dram_hit_tokens=40, de_dram_hit_tokens=16)
+    m = metrics_of(Run(outcomes=[outcome(hit_tokens=16), kept]))
+    assert m.bytes_by_path == {"pe": 160 + 10 * (32 - 24), "de": 10 * (32 - 16)}
+    assert (m.hit_tokens, m.dram_hit_share) == (80, 0.5)
+
+
 def test_hits_of_first_turns_are_told_apart() -> None:
     rounds = [outcome(hit_tokens=16), outcome(1, hit_tokens=0), outcome(turn=1, hit_tokens=64)]
     m = metrics_of(Run(outcomes=[*rounds, outcome(2, error="Timeout", hit_tokens=1000)]))

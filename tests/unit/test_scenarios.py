@@ -75,6 +75,8 @@ def test_paper_units_become_emulated_ones() -> None:
     assert load("protocol.beta_tokens=256000").plan.params.beta_tokens == 500
     assert load("protocol.alpha_tokens=512000").plan.params.alpha_tokens == 1000
     assert load("protocol.kv_dram_bytes=40000000000").plan.params.dram_pages == int(room / 2)
+    assert params.dram_cache_pages == 0
+    assert load("protocol.dram_cache_bytes=40000000000").plan.params.dram_cache_pages == int(room / 2)
 
 
 def test_overrides_are_typed_by_the_schema() -> None:
@@ -113,6 +115,7 @@ def test_overrides_are_typed_by_the_schema() -> None:
         ("cluster.decode_nodes=0", r"decode_nodes \(D\) is 0"),
         ("protocol.layer_group=31", r"protocol.layer_group is 31; the model has 30 layers"),
         ("protocol.fetch_interval_s=0", r"protocol.fetch_interval_s is 0, but it must be positive"),
+        ("protocol.dram_cache_bytes=1000", r"dram_cache_bytes is 1000, which is no whole block of \d+ bytes; raise it"),
         ("protocol.block_tokens=100", r"length_scale 16 does not divide a block of 100 tokens"),
         ("gpu.speedup=0", r"gpu.speedup is 0, but it must be a positive number"),
         ("scale.time=0.0001", r"below the 4 B minimum"),

@@ -22,12 +22,22 @@ import xxhash
 from testbed.protocol.grants import GrantTable
 from testbed.protocol.pages import PagePool
 
-ORDERED = frozenset({"active"})
-"""Dicts that a machine walks in order, so that the order belongs to its state (the DE's batch)."""
+ORDERED = frozenset({"active", "lru"})
+"""Dicts that a machine walks in order, so that the order belongs to its state (the DE's batch, the DRAM's cache)."""
 IRRELEVANT = frozenset({"failures", "strays", "peak", "blocks_given_up", "out", "_out", "_next_write", "_next_id"})
 NOTES = {
     "Outcome": frozenset(
-        {"read_side", "hit_tokens", "de_hit_tokens", "prefill_engine", "decode_engine", "chunk_blocks", "error_detail"}
+        {
+            "read_side",
+            "hit_tokens",
+            "de_hit_tokens",
+            "dram_hit_tokens",
+            "de_dram_hit_tokens",
+            "prefill_engine",
+            "decode_engine",
+            "chunk_blocks",
+            "error_detail",
+        }
     )
 }
 """By class: what is only kept for a report (the driver's notes on a round)."""

@@ -76,7 +76,7 @@ class Races:
 
     def __init__(self, world: CheckWorld) -> None:
         self._world = world
-        self._roomy = world.setup.roomy
+        self._roomy, self._caching = world.setup.roomy, world.setup.caching
         self._kinds = [kind_of_role(name) for name in world.names]
         self._driver, self._scheduler = world.index_of[DRIVER], world.index_of[SCHEDULER]
         self._known: dict[int, _Known] = {}
@@ -126,6 +126,8 @@ class Races:
         if kind == DRIVER:  # a request ends before its agent hears of it; or a turn is sent before another agent's
             turns = crowded and bool(self._world.transition(self._roles[role], given).outputs)
             return turns or what == "RequestScheduled"
+        if self._caching and kind == NODE and what in _MEMORY[NODE]:  # what an ended request leaves serves the next
+            return True
         if not crowded:
             return False
         if not self._roomy and what in _MEMORY.get(kind, ()):

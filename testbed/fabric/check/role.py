@@ -110,6 +110,7 @@ class Setup:
     """A leader's report takes its time to the scheduler, also one that changes only figures; else it is there at once,
     and is made only when a request is placed by it."""
     roomy: bool
+    caching: bool
     """Every pool and window holds all that the workload ever needs, so nobody waits for memory."""
 
 

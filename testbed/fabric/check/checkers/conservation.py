@@ -54,13 +54,20 @@ def at_rest(role: Any) -> Iterator[str]:
         yield f"{role.name}: the GPU remembers {', '.join(sorted({*role.gpu.votes, *role.gpu.sequences}))}"
 
 
+def kept_pages(machine: Any, pool: PagePool) -> dict[int, int]:
+    """Holds that outlive every request: the cache's, one of each of its pages."""
+    cache = getattr(machine, "cache", None)
+    return dict.fromkeys(cache.lru.values(), 1) if cache is not None and cache.pool is pool else {}
+
+
 def _left_in(machine: Any) -> Iterator[str]:
     for key, value in vars(machine).items():
         if key in LASTING:
             continue
         if isinstance(value, PagePool):
-            if value.used:
-                yield f"{key}: {value.used} of {value.capacity} pages are held"
+            kept = kept_pages(machine, value)
+            if value._holds != kept:
+                yield f"{key}: {value.used} of {value.capacity} pages are held, {len(kept)} by the cache"
         elif key in FIGURES:
             if any(value.values()):
                 yield f"{key}: {value}"
