@@ -67,7 +67,8 @@ def _left_in(machine: Any) -> Iterator[str]:
         if isinstance(value, PagePool):
             kept = kept_pages(machine, value)
             if value._holds != kept:
-                yield f"{key}: {value.used} of {value.capacity} pages are held, {len(kept)} by the cache"
+                cached = f", {len(kept)} of them by the cache" if kept else ""
+                yield f"{key}: {value.used} of {value.capacity} pages are held{cached}"
         elif key in FIGURES:
             if any(value.values()):
                 yield f"{key}: {value}"
