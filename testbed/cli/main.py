@@ -83,6 +83,9 @@ def run(
     capture: Annotated[
         str, typer.Option(metavar="LINK,...", help="Record packets of these links, e.g. pe0.cnic0,de0.snic (live).")
     ] = "",
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="Use the scale that `testbed calibrate` found on this host.")
+    ] = False,
 ) -> int:
     """Run a scenario, or all variants of an experiment, on the emulated cluster and judge it."""
     from testbed.cli.run import RunRequest, world_named  # noqa: PLC0415
@@ -96,6 +99,8 @@ def run(
             raise ConfigError(f"experiment {scenario}: its variants say which systems run; leave out --systems.")
         if capture:
             raise ConfigError(f"experiment {scenario}: packets are recorded of single runs; leave out --capture.")
+        if calibrated:
+            raise ConfigError(f"experiment {scenario}: scales are calibrated for scenarios; leave out --calibrated.")
         return run_experiment(
             ExperimentRequest(
                 experiment=scenario,
@@ -110,6 +115,10 @@ def run(
     if resume is not None:
         raise ConfigError(f"--resume is for experiments, and {scenario} is none; leave it out.")
     names = tuple(name.strip() for name in systems.split(",") if name.strip())
+    if calibrated:
+        from testbed.cli.host_scale import calibrated as scale_of_host  # noqa: PLC0415
+
+        overrides = [*(overrides or ()), *scale_of_host(scenario, overrides or (), names).overrides]
     return run_scenario(
         RunRequest(
             scenario=scenario,
@@ -120,6 +129,35 @@ def run(
             quiet=quiet,
             world=world_named(world or "live"),
             capture=tuple(name.strip() for name in capture.split(",") if name.strip()),
+        )
+    )
+
+
+@app.command(name="calibrate")
+@_command
+def calibrate_(
+    scenario: Scenario = "quickstart",
+    systems: Annotated[str, typer.Option(help="Systems to run, separated by commas.")] = "",
+    overrides: Overrides = None,
+    turns: Annotated[int, typer.Option(help="Turns of every agent in a probe.")] = 2,
+    probes: Annotated[int, typer.Option(help="Most probes.")] = 5,
+    minutes: Annotated[float, typer.Option(help="No probe begins after so long.")] = 30.0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the run folders of probes.")] = False,
+    out: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+) -> int:
+    """Find the fastest scale at which this host runs a scenario validly, by short live runs."""
+    from testbed.cli.calibrate import CalibrateRequest, calibrate  # noqa: PLC0415
+
+    return calibrate(
+        CalibrateRequest(
+            scenario=scenario,
+            systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+            overrides=tuple(overrides or ()),
+            turns=turns,
+            probes=probes,
+            minutes=minutes,
+            keep=keep,
+            out=out,
         )
     )
 
