@@ -25,7 +25,7 @@ PINNED = (
 """Figures of quickstart that tests count on, whatever it is tuned to."""
 SHIPPED = {
     "quickstart", "one-pe-two-de", "two-pe-one-de", "two-pe-four-de", "swe-agent", "ablation", "cnic-bound",
-    "compute-bound", "collectives",
+    "compute-bound", "collectives", "two-pe-four-de-collectives",
 }  # fmt: skip
 TRAJECTORY = """{"history": [{"role": "user", "content": "fix the bug please"},
  {"role": "assistant", "content": "let me look at it"}, {"role": "user", "content": "a file"},
