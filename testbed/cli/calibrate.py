@@ -187,7 +187,7 @@ def _told(request: CalibrateRequest, loaded: LoadedScenario, probing: _Probing, 
         given += ["--systems", ",".join(request.systems)]
     command = shlex.join(["testbed", "run", request.scenario, *given])
     sys.stdout.write(
-        f"Valid on this host ({cores} cores) from 1:{stretched(loaded, FACTORS[found]).bandwidth:,g}; "
+        f"The fastest that was valid on this host ({cores} cores): 1:{stretched(loaded, FACTORS[found]).bandwidth:,g}; "
         f"with a margin of {_MARGIN - 1:.0%}, use\n"
         f"  {command} {' '.join(f'--set {override}' for override in use.overrides)}\n"
     )
