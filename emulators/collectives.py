@@ -33,6 +33,8 @@ from testbed.protocol.machine import (
     SetDeadline,
     ShardArrived,
 )
+from testbed.protocol.shards import shard_wire_bytes
+from testbed.units import NS_PER_S
 
 DEADLINE = "collective"
 """Key of the deadline of a barrier."""
@@ -42,8 +44,8 @@ _EXTENSION = 4
 """A barrier's deadline is extended once, by this part of it."""
 _HELD_ROUNDS = 4096
 """Rounds whose attention time is remembered; beyond, every other one is."""
-_DIGITS = 8
-"""Significant bits of a latency that is counted: errors are below half a percent."""
+_DIGITS, _STRETCH_DIGITS = 8, 11
+"""Significant bits of what is counted: a latency is off by less than 0.5 %, a stretch (in permille) by 0.1 %."""
 
 
 class Phase(enum.Enum):
@@ -61,7 +63,10 @@ _WAITING = (Phase.DISPATCH, Phase.COMBINE)
 
 @dataclass(slots=True)
 class CollectiveFigures:
-    """What an engine saw of collectives. Latencies: of the slowest shard of each, counted by rounded value in ns."""
+    """What an engine saw of collectives. Latencies: of the slowest shard of each, counted by rounded value in ns.
+
+    Stretches: that latency over the time that the shards take into an idle CNIC, counted in permille.
+    """
 
     rounds: int = 0
     exchanges: int = 0
@@ -71,14 +76,20 @@ class CollectiveFigures:
     given_up: int = 0
     """Barriers that were passed without a peer."""
     latencies: dict[bool, Counter[int]] = field(default_factory=lambda: {False: Counter(), True: Counter()})
+    stretches: dict[bool, Counter[int]] = field(default_factory=lambda: {False: Counter(), True: Counter()})
+    slowest_ns: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    idle_ns: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    """Sums of both, exact."""
     attention_ns: dict[int, int] = field(default_factory=dict)
     """By round; rounds that ``every`` does not divide are left out."""
     every: int = 1
 
-    def slowest(self, combine: bool, latency_ns: int) -> None:
-        """Count a collective's slowest shard."""
-        shift = max(0, latency_ns.bit_length() - _DIGITS)
-        self.latencies[combine][(latency_ns >> shift << shift) + (1 << shift >> 1)] += 1
+    def slowest(self, combine: bool, latency_ns: int, idle_ns: int) -> None:
+        """Count a collective's slowest shard; ``idle_ns``: what all its shards take into an idle CNIC."""
+        self.latencies[combine][_rounded(latency_ns, _DIGITS)] += 1
+        self.stretches[combine][_rounded(1000 * latency_ns // idle_ns, _STRETCH_DIGITS)] += 1
+        self.slowest_ns[combine] += latency_ns
+        self.idle_ns[combine] += idle_ns
 
     def attention(self, number: int, duration_ns: int) -> None:
         """Remember a round's attention time of the own batch."""
@@ -100,7 +111,15 @@ class CollectiveFigures:
         }
         for combine, name in ((False, "dispatch"), (True, "combine")):
             figures |= {f"collective.{name}_ns.{ns}": n for ns, n in sorted(self.latencies[combine].items())}
+            figures |= {f"collective.{name}_permille.{p}": n for p, n in sorted(self.stretches[combine].items())}
+            figures[f"collective.{name}_slowest_ns"] = self.slowest_ns[combine]
+            figures[f"collective.{name}_idle_ns"] = self.idle_ns[combine]
         return figures | {f"collective.attention_ns.{n}": ns for n, ns in self.attention_ns.items()}
+
+
+def _rounded(value: int, digits: int) -> int:
+    shift = max(0, value.bit_length() - digits)
+    return (value >> shift << shift) + (1 << shift >> 1)
 
 
 class ExpertGroup:
@@ -261,9 +280,10 @@ class ExpertGroup:
         combine = self.phase is Phase.COMBINE
         number = self._number
         came = {peer: self._arrived[peer].pop(number, (0, 0)) for peer in self.peers}
-        carried = [came[p][1] for p in self.peers if self._size(self._carried(p, came[p][0], combine), 1.0, combine)]
+        carried = [p for p in self.peers if self._size(self._carried(p, came[p][0], combine), 1.0, combine)]
         if carried:
-            self.figures.slowest(combine, max(carried))
+            idle_ns = sum(self._idle_ns(p, came[p][0], combine) for p in carried)
+            self.figures.slowest(combine, max(came[p][1] for p in carried), idle_ns)
         return self._part_over(out, now_ns) if combine else self._experts(came, out, now_ns)
 
     # --- the round -----------------------------------------------------------------------------------------------
@@ -316,6 +336,12 @@ class ExpertGroup:
         if combine:
             return self.tokens if self._out_share[peer] else 0
         return tokens if self._in_share[peer] else 0
+
+    def _idle_ns(self, peer: str, tokens: int, combine: bool) -> int:
+        """What a peer's shard takes into an idle CNIC; at least 1."""
+        share = self._out_share[peer] if combine else self._in_share[peer]
+        size = shard_wire_bytes(self._size(self.tokens if combine else tokens, share, combine))
+        return max(1, size * 8 * NS_PER_S // self.collectives.cnic_rate_bps)
 
     def _is_here(self, peer: str) -> bool:
         return self._number in self._arrived[peer] or self._excused[peer] > self._number

@@ -33,5 +33,9 @@ class HostError(TestbedError):
     exit_code = 2
 
 
+class UnsupportedError(HostError):
+    """The kernel lacks something that is not needed otherwise: an experiment goes on without that variant."""
+
+
 class RunFailedError(TestbedError):
     """The run itself failed: a role died, a token was wrong, a request ended with an error nobody injected."""

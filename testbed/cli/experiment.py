@@ -21,10 +21,10 @@ from testbed.cli.blame import INTERRUPTED
 from testbed.cli.progress import Report, reporting
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder
 from testbed.cli.sweep import ended_like_ctrl_c
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, UnsupportedError
 from testbed.experiment import report
 from testbed.experiment.file import Experiment, Variant, read_experiment
-from testbed.experiment.judge import Outcome, RunEnd, judge
+from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.report import run_folder
 from testbed.runtime.plan import World
 from testbed.sweep.jobs import OUTPUT, emptied, metrics_of, reason_in
@@ -68,7 +68,7 @@ def run_experiment(request: ExperimentRequest) -> int:
     """
     experiment = read_experiment(request.experiment)
     worlds = _worlds(experiment, request.world)
-    jobs = _jobs(experiment, worlds, request)
+    jobs, unsupported = _jobs(experiment, worlds, request)
     if "live" in worlds:
         refuse_hidden(request.resume or request.out)
     folder = _folder(experiment, request)
@@ -76,20 +76,21 @@ def run_experiment(request: ExperimentRequest) -> int:
         Console(highlight=False).print(f"{experiment.title}\nFolder: {folder}", soft_wrap=True)
     try:
         with ended_like_ctrl_c(), reporting(Console(stderr=True), quiet=request.quiet) as progress:
-            ends = {world: _run_world(world, jobs[world], folder, progress) for world in worlds}
+            ends = [_run_world(world, todo, folder, progress) for world, todo in jobs.items() if todo]
     except KeyboardInterrupt:
         sys.stderr.write(
             f"error: interrupted; `testbed run {request.experiment} --resume {folder}` does what is missing\n"
         )
         return INTERRUPTED
-    runs = [end for world in worlds for end in ends[world]]
-    outcome = judge(experiment, runs)
+    runs = [end for of_world in ends for end in of_world]
+    outcome = judge(experiment, runs, unsupported)
     _leave(folder, outcome, runs)
     if not request.quiet:
         report.print_outcome(Console(highlight=False), outcome)
         Console(highlight=False).print(f"Run folders, experiment.csv and plots: {folder}", soft_wrap=True)
-    elif outcome.exit_code:
-        sys.stderr.write("".join(f"{line}\n" for line in (*outcome.failures, *outcome.troubles, outcome.verdict)))
+    elif outcome.exit_code or outcome.unsupported:
+        lines = (*map(str, outcome.unsupported), *outcome.failures, *outcome.troubles, outcome.verdict)
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
     return outcome.exit_code
 
 
@@ -101,21 +102,29 @@ def _worlds(experiment: Experiment, wanted: World | None) -> tuple[World, ...]:
     return (wanted,)
 
 
-def _jobs(experiment: Experiment, worlds: Sequence[World], request: ExperimentRequest) -> dict[World, list[_Job]]:
-    """Everything that is to run, checked.
+def _jobs(
+    experiment: Experiment, worlds: Sequence[World], request: ExperimentRequest
+) -> tuple[dict[World, list[_Job]], list[Unsupported]]:
+    """Everything that is to run, checked, and what this host cannot run.
 
     Raises:
-        ConfigError: a variant that cannot run, by its name.
+        ConfigError: a variant that cannot run anywhere, by its name.
     """
-    jobs: dict[World, list[_Job]] = {}
+    jobs: dict[World, list[_Job]] = {world: [] for world in worlds}
+    unsupported = []
     for world in worlds:
         repeats = getattr(experiment.repeat, world)
         for variant in experiment.variants:
-            if world in variant.worlds:
+            if world not in variant.worlds:
+                continue
+            try:
                 first = _job(experiment, variant, world, request)
-                jobs.setdefault(world, []).append(first)
-                jobs[world] += [_repeated(first, number) for number in range(1, repeats)]
-    return jobs
+            except UnsupportedError as error:
+                unsupported.append(Unsupported(world=world, variant=variant.name, reason=str(error)))
+                continue
+            jobs[world].append(first)
+            jobs[world] += [_repeated(first, number) for number in range(1, repeats)]
+    return jobs, unsupported
 
 
 def _job(experiment: Experiment, variant: Variant, world: World, request: ExperimentRequest) -> _Job:

@@ -34,6 +34,19 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """A variant that this host cannot run in a world, and why: neither passed nor failed."""
+
+    world: World
+    variant: str
+    reason: str
+
+    def __str__(self) -> str:
+        """In one line."""
+        return f"UNSUPPORTED {self.world}, {self.variant}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
     """An expectation in one world. ``numbers``: the claim with what was measured in the place of names."""
 
@@ -67,7 +80,9 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """An experiment, judged. ``failures``, ``troubles``: of which run, and why, a sentence each."""
+    """An experiment, judged. ``failures``, ``troubles``: of which run, and why, a sentence each. Claims and agreements
+    about an ``unsupported`` variant are left out in that world.
+    """
 
     experiment: Experiment
     measured: Mapping[World, Mapping[str, Values]]
@@ -75,6 +90,7 @@ class Outcome:
     agreements: tuple[Agreement, ...]
     failures: tuple[str, ...]
     troubles: tuple[str, ...]
+    unsupported: tuple[Unsupported, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -83,8 +99,12 @@ class Outcome:
             return EXIT_FAILED
         if self.troubles:
             return EXIT_INVALID
-        right = all(j.holds for j in self.judged) and all(a.agrees for a in self.agreements)
-        return EXIT_VALID if right else EXIT_FAILED
+        return EXIT_VALID if self._right else EXIT_FAILED
+
+    @property
+    def _right(self) -> bool:
+        """Nothing is false or apart, and something has been judged at all."""
+        return bool(self.judged) and all(j.holds for j in self.judged) and all(a.agrees for a in self.agreements)
 
     @property
     def verdict(self) -> str:
@@ -98,10 +118,12 @@ class Outcome:
         parts = [f"{len(self.judged) - false} of {len(self.judged)} expectations hold"]
         if self.agreements:
             parts.append(f"live and sim agree on {len(self.agreements) - apart} of {len(self.agreements)} figures")
-        return f"{'TRUE' if not false and not apart else 'FALSE'}: {', '.join(parts)}."
+        if self.unsupported:
+            parts.append(f"{len(self.unsupported)} variants are unsupported here and were not run")
+        return f"{'TRUE' if self._right else 'FALSE'}: {', '.join(parts)}."
 
 
-def judge(experiment: Experiment, runs: Sequence[RunEnd]) -> Outcome:
+def judge(experiment: Experiment, runs: Sequence[RunEnd], unsupported: Sequence[Unsupported] = ()) -> Outcome:
     """Judge all runs of an experiment; worlds that did not run are left out."""
     failures, troubles = [], []
     for run in runs:
@@ -126,6 +148,7 @@ def judge(experiment: Experiment, runs: Sequence[RunEnd]) -> Outcome:
         agreements=tuple(agreements),
         failures=tuple(failures),
         troubles=tuple(troubles),
+        unsupported=tuple(unsupported),
     )
 
 

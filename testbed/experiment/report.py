@@ -75,6 +75,7 @@ def _document(outcome: Outcome, runs: Sequence[RunEnd]) -> dict[str, Any]:
             }
             for a in outcome.agreements
         ],
+        "unsupported": [asdict(u) for u in outcome.unsupported],
         "failures": list(outcome.failures),
         "invalid_reasons": list(outcome.troubles),
     }
@@ -97,6 +98,8 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
         if not a.agrees:
             off = f"{a.error:+.1%}, more than {a.tolerance:.0%}"
             console.print(f"APART      {a.value}: live {a.live:.4g}, sim {a.sim:.4g}, {off}", soft_wrap=True)
+    for unsupported in outcome.unsupported:
+        console.print(str(unsupported), soft_wrap=True, markup=False)
     for failure in outcome.failures:
         console.print(f"FAILED: {failure}", soft_wrap=True, markup=False)
     for trouble in outcome.troubles:

@@ -34,9 +34,22 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Latencies over what the bytes take into an idle CNIC: free of the sizes of batches, which differ between systems.
+    1: nobody is in the way (headers of TCP add 5 %). ``mean`` weighs each collective with its bytes, so 1 over it is
+    the high lane's part of the link while the lane has something to send. All 0 without any.
+    """
+
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveMetrics:
     """Collectives of one system.
 
+    ``stretch``: of dispatch and combine together.
     ``bubble_share``: of the engines' time in the run, what they stood at barriers with a batch in hand: for longer
     attention of others, loads of others, and the network. ``attention_balance``: largest attention time of a PE group
     in a forward over the mean of its engines (Figure 14; 1 is best), mean over forwards with work;
@@ -46,6 +59,7 @@ class CollectiveMetrics:
 
     dispatch_s: Mapping[str, Latency]
     combine_s: Mapping[str, Latency]
+    stretch: Mapping[str, Stretch]
     bubble_share: Mapping[str, float]
     attention_balance: float
     attention_balance_full: float
@@ -63,6 +77,7 @@ def collective_metrics(reports: Reports, groups: Groups, duration_ns: int) -> Co
     return CollectiveMetrics(
         dispatch_s={kind: _latency(of, "dispatch_ns.") for kind, of in kinds.items()},
         combine_s={kind: _latency(of, "combine_ns.") for kind, of in kinds.items()},
+        stretch={kind: _stretch(of) for kind, of in kinds.items()},
         bubble_share={
             kind: sum(f["wait_ns"] for f in of) / (duration_ns * len(of)) if of and duration_ns else 0.0
             for kind, of in kinds.items()
@@ -95,13 +110,28 @@ def _latency(engines: Sequence[Mapping[str, int]], prefix: str) -> Latency:
     mean_ns = sum(ns * times for ns, times in counted.items()) / count
     return Latency(
         mean=mean_ns / NS_PER_S,
-        p50=_quantile_ns(counted, 0.5) / NS_PER_S,
-        p99=_quantile_ns(counted, 0.99) / NS_PER_S,
+        p50=_quantile(counted, 0.5) / NS_PER_S,
+        p99=_quantile(counted, 0.99) / NS_PER_S,
         count=count,
     )
 
 
-def _quantile_ns(counted: Mapping[int, int], q: float) -> int:
+def _stretch(engines: Sequence[Mapping[str, int]]) -> Stretch:
+    counted: Counter[int] = Counter()
+    slowest_ns = idle_ns = 0
+    for figures in engines:
+        for kind in ("dispatch", "combine"):
+            counted.update(_numbered(figures, f"{kind}_permille."))
+            slowest_ns += figures.get(f"{kind}_slowest_ns", 0)
+            idle_ns += figures.get(f"{kind}_idle_ns", 0)
+    if not idle_ns:
+        return Stretch(mean=0.0, p50=0.0, p99=0.0)
+    return Stretch(
+        mean=slowest_ns / idle_ns, p50=_quantile(counted, 0.5) / 1000, p99=_quantile(counted, 0.99) / 1000
+    )
+
+
+def _quantile(counted: Mapping[int, int], q: float) -> int:
     """The smallest value that at least a share ``q`` of all does not exceed."""
     left = q * sum(counted.values())
     for ns, times in sorted(counted.items()):

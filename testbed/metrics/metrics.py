@@ -82,6 +82,8 @@ class SystemMetrics:
     ``busiest``: over the whole run, how busy the busiest of each kind was: "snic" and "cnic" (of nodes, the busier
     direction), "pcie", "dram", "gpu" (computing). The one near 1 is the one that binds.
     ``kv_bytes_per_s``: KV that left CNICs for anywhere (read side), all of them together, over the run.
+    ``kv_fairness``: Jain's index over rounds of the rate at which each got its prompt's KV from storage into the HBM of
+    its decode engine (prompt tokens, over the time from its assignment to its second token). 1: all the same rate.
     ``collectives``: None where there are none.
     ``pcie_utilisation``: of every engine's link, "rx" into HBM and "tx" out of it; empty where it is not limited.
     ``submission_busy``: share of the run that an engine's busier submitting thread was at work; engines that paid for
@@ -115,6 +117,7 @@ class SystemMetrics:
     working_set: WorkingSet
     ttft_shares: Mapping[str, float]
     kv_bytes_per_s: float
+    kv_fairness: float
     collectives: CollectiveMetrics | None = None
 
 
@@ -188,6 +191,7 @@ def system_metrics(
         working_set=working_set(run.outcomes, kv_bytes_per_token),
         ttft_shares=_ttft_shares(done),
         kv_bytes_per_s=_kv_bytes(run, collectives) * NS_PER_S / (end_ns - begin_ns) if end_ns > begin_ns else 0.0,
+        kv_fairness=_fairness([r.prompt_tokens / ns for r in done if (ns := r.second_token_ns - r.scheduled_ns) > 0]),
         collectives=collectives,
     )
 
@@ -200,6 +204,12 @@ def _kv_bytes(run: SystemView, collectives: CollectiveMetrics | None) -> int:
     exchanged = sum(collectives.exchanged_bytes.values()) if collectives is not None else 0
     model_traffic = max(exchanged, sum(c.high.payload_bytes for c in cnics))
     return sum(c.data.payload_bytes for c in cnics) - model_traffic
+
+
+def _fairness(rates: Sequence[float]) -> float:
+    """Jain's index: the square of the mean over the mean of squares; 1 without rates."""
+    squares = len(rates) * math.fsum(rate * rate for rate in rates)
+    return math.fsum(rates) ** 2 / squares if squares else 1.0
 
 
 def _busiest(run: SystemView, nodes: Sequence[str], rates: LinkRates, duration_ns: int) -> dict[str, float]:

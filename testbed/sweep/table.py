@@ -7,6 +7,7 @@ when it was interrupted. A run that failed has its rows too, with the reason and
 from __future__ import annotations
 
 import csv
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -47,7 +48,8 @@ def known_metrics() -> list[str]:
 
 
 def _names(kind: Any) -> Iterator[str]:
-    for name, inner in typing.get_type_hints(kind).items():
+    for name, hint in typing.get_type_hints(kind).items():
+        inner = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # "... | None": if any
         if is_dataclass(inner):
             yield from (f"{name}.{rest}" for rest in _names(inner))
         elif typing.get_origin(inner) is not None:

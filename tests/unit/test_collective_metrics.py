@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from testbed.fabric.live.counters import ClassCount
-from testbed.metrics.collectives import collective_metrics, expected_exchanges
+from testbed.metrics.collectives import Stretch, collective_metrics, expected_exchanges
 from testbed.metrics.ledger import settle
 from testbed.metrics.metrics import system_metrics
 from testbed.protocol.shards import shard_wire_bytes
@@ -41,6 +41,18 @@ def test_latencies_are_merged_over_engines() -> None:
     assert found.bubble_share == {"pe": 0.1, "de": 0.1}
     assert found.exchanged_bytes == {"pe": 20, "de": 20}
     assert found.given_up == 3
+
+
+def test_stretches_are_free_of_sizes() -> None:
+    """A large exchange takes twice as long as idle, three small ones as long as idle."""
+    reports = {
+        "pe0gpu0": report(dispatch_permille__1000=3, dispatch_slowest_ns=30, dispatch_idle_ns=30),
+        "pe0gpu1": report(combine_permille__2000=1, combine_slowest_ns=2_000, combine_idle_ns=1_000),
+    }
+    found = collective_metrics(reports, (PES, DES), S)
+    assert found is not None
+    assert found.stretch["pe"] == Stretch(mean=2030 / 1030, p50=1.0, p99=2.0)
+    assert found.stretch["de"] == Stretch(mean=0.0, p50=0.0, p99=0.0)
 
 
 def test_attention_is_balanced_over_the_engines_of_a_group() -> None:

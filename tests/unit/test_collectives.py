@@ -318,7 +318,7 @@ def test_a_shard_that_was_used_does_not_come_again() -> None:
 def test_figures_are_bounded_and_true() -> None:
     figures = CollectiveFigures()
     for n in range(100_000):
-        figures.slowest(False, 1_000_000 + 10 * n)
+        figures.slowest(False, 1_000_000 + 10 * n, 500_000)
         figures.attention(n, n + 1)
     report = figures.report()
     assert len(report) < 5_000

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from testbed.cli.experiment import ExperimentRequest, _jobs
 from testbed.errors import ConfigError
 from testbed.experiment.file import Experiment, is_experiment, read_experiment
-from testbed.experiment.judge import Outcome, RunEnd, judge
+from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
+from testbed.fabric.live.lane_offers import MODULES
+from testbed.fabric.spec import LaneDiscipline
 from testbed.metrics.expression import figure, names_in, with_first, with_numbers
 from testbed.runtime.plan import World
 from tests.unit.test_cli import testbed as cli
@@ -157,6 +160,26 @@ def test_exit_codes(runs: Sequence[RunEnd], code: int, sentence: str, tmp_path: 
     outcome = outcome_of(tmp_path, runs)
     assert outcome.exit_code == code and sentence in outcome.verdict
     assert all(why.startswith(("live, as-is: ", "sim, fast: ")) for why in (*outcome.failures, *outcome.troubles))
+
+
+def test_what_a_kernel_lacks_is_named_and_neither_passed_nor_failed(tmp_path: Path) -> None:
+    missing = (Unsupported(world="live", variant="as-is", reason="this kernel has no lanes ets"),)
+    outcome = judge(read(tmp_path), GOOD[1:], missing)
+    assert outcome.exit_code == 0 and [j.world for j in outcome.judged] == ["sim"] * 3
+    assert outcome.verdict == "TRUE: 3 of 3 expectations hold, 1 variants are unsupported here and were not run."
+    assert judge(read(tmp_path), (), missing).exit_code == 1  # nothing judged is nothing shown
+
+
+def test_a_discipline_that_the_kernel_lacks_is_skipped_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = {lanes: "ENOENT" if lanes is LaneDiscipline.ETS else "" for lanes in MODULES}
+    monkeypatch.setattr("testbed.fabric.live.lane_offers.kernel_lanes", lambda: lacks)
+    path = tmp_path / "tiny.toml"
+    text = TINY.replace('worlds = ["sim"]', "").replace("gpu.speedup = 100", 'gpu.speedup = 100, cluster.lanes = "ets"')
+    path.write_text(text)
+    jobs, unsupported = _jobs(read_experiment(str(path)), ("live", "sim"), ExperimentRequest(experiment="tiny"))
+    assert [job.variant for job in jobs["live"]] == ["as-is"] and len(jobs["sim"]) == 4
+    (one,) = unsupported
+    assert str(one).startswith("UNSUPPORTED live, fast: this kernel has no lanes ets (ENOENT)")
 
 
 TINY = """

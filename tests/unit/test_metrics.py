@@ -69,6 +69,13 @@ def test_failed_rounds_are_counted_and_left_out() -> None:
     assert (empty.jct_s, empty.hit_rate, empty.requests, empty.snic_plateau_min) == (0.0, 0.0, 0, 0.0)
 
 
+def test_fairness_of_kv_is_over_the_rates_of_rounds() -> None:
+    """From 1 to 6 s one round gets 100 tokens, the other 300: (1 + 3)^2 / (2 (1 + 9)) = 0.8."""
+    assert metrics_of(Run(outcomes=[outcome(), outcome(1)])).kv_fairness == pytest.approx(1.0)
+    assert metrics_of(Run(outcomes=[outcome(), outcome(1, prompt_tokens=300)])).kv_fairness == pytest.approx(0.8)
+    assert metrics_of(Run()).kv_fairness == 1.0
+
+
 def test_snic_use_over_the_run_and_in_the_plateau() -> None:
     """The link carries 1,000 bytes/s. pe0 is idle for 10 s, then full for 10 s; de0 carries half; then it is quiet."""
     carried = ((0, 0, 0), (10, 0, 0), (20, 10_000, 5_000), (40, 10_000, 5_000))

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from testbed.errors import HostError
+from testbed.errors import HostError, UnsupportedError
 from testbed.fabric.live import devices
 from testbed.fabric.live.addresses import PortKind, ShapedPort, Source
 from testbed.fabric.live.lanes import port_messages
@@ -83,7 +83,8 @@ def settled(lanes: str) -> str:
     htb and none are what the testbed is built on and are not tried here; infiniband is refused with the cluster.
 
     Raises:
-        HostError: this kernel does not have it; the sentence names what else is possible.
+        UnsupportedError: this kernel does not have it; the sentence names what else is possible.
+        HostError: the host allows no sandbox to try it in.
     """
     if lanes in (LaneDiscipline.HTB.value, LaneDiscipline.NONE.value, LaneDiscipline.INFINIBAND.value):
         return lanes
@@ -97,4 +98,4 @@ def settled(lanes: str) -> str:
         return lanes
     others = " or ".join(offer.value for offer in there)
     way = f"set cluster.lanes to {others}, which it has, or load" if others else "see `testbed doctor`, and load"
-    raise HostError(f"this kernel has no lanes {lanes} ({offers[wanted]}): {way} {MODULES[wanted]}.")
+    raise UnsupportedError(f"this kernel has no lanes {lanes} ({offers[wanted]}): {way} {MODULES[wanted]}.")
