@@ -49,8 +49,8 @@ from testbed.fabric.spec import LaneDiscipline
 QUEUE_PACKETS = 20_000
 PACKET_BYTES = 8_000  # largest super-packet: with 64 KB ones lanes and round robin work in 64 KB lumps
 QUANTUM_BYTES = 9_000  # above PACKET_BYTES, so that one turn of a round robin between sources is one super-packet
-LEAST_BURST_BYTES = 15_000
-BURST_SECONDS = 0.002  # what a late timer may give back at once
+LEAST_BURST_BYTES = 1_600  # a segment: what a link that was idle may send for nothing
+BURST_SECONDS = 0.0005  # what a late timer may give back at once
 ACK_RATE_BPS = 1_000_000_000
 SMALL_PACKET_BYTES = 128  # a datagram below this is taken for a pure acknowledgement
 
@@ -184,7 +184,7 @@ def _source_matches(port: ShapedPort, qdisc: int) -> tuple[Match, ...]:
 
 
 def burst_bytes(rate_bps: int) -> int:
-    """Bucket size of a class: a few super-packets, or BURST_SECONDS of a fast link."""
+    """Bucket size of a class: one segment, or BURST_SECONDS of a fast link."""
     return max(LEAST_BURST_BYTES, int(rate_bps / 8 * BURST_SECONDS))
 
 
