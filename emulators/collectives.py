@@ -167,7 +167,7 @@ class ExpertGroup:
     @property
     def called(self) -> bool:
         """Whether a peer has begun a round that this engine has not entered."""
-        return self.phase is Phase.IDLE and any(map(self._is_here, self.peers))
+        return self.phase is Phase.IDLE and len(self._missing()) < len(self.peers)
 
     @property
     def ready(self) -> bool:
@@ -224,16 +224,15 @@ class ExpertGroup:
                 the group went on without this engine, which then waits no more for what it missed; see ``resume``.
         """
         number, at, peer = self._number_of(shard.tag), self._number, shard.sender
-        what = f"{self.role}: {_name(shard.tag)} from {peer}"
         if peer not in self._arrived:
-            raise PeerError(f"{what}, which is not of its group")
+            raise self._wrong(shard, "is not of its group")
         held, excused = self._arrived[peer], self._excused[peer]
         if number < at:
             if number < excused:
                 return False
-            raise PeerError(f"{what} comes late, or a second time")
+            raise self._wrong(shard, "comes late, or a second time")
         if number in held:
-            raise PeerError(f"{what} comes a second time")
+            raise self._wrong(shard, "comes a second time")
         self._absent.pop(peer, None)
         ahead = number > at + (self.phase in _WAITING)
         if ahead:
@@ -241,7 +240,7 @@ class ExpertGroup:
             self._excused[peer] = number
         held[number] = (shard.tokens, shard.latency_ns)
         if ahead and excused <= at:
-            raise PeerError(f"{what} comes while it is at {_name(self._tag)}: the group went on without it")
+            raise self._wrong(shard, f"comes while it is at {_name(self._tag)}: the group went on without it")
         return self.resume(out, now_ns)
 
     def late(self, out: Outbox, now_ns: int) -> str:
@@ -252,7 +251,7 @@ class ExpertGroup:
         """
         if self.phase not in _WAITING or now_ns < self._deadline_ns:
             return ""
-        missing = [p for p in self.peers if not self._is_here(p)]
+        missing = self._missing()
         if not self._extended and not all(self._arrived[p] for p in missing):
             self._extended = True
             self._deadline_ns = now_ns + self._wait_ns // _EXTENSION
@@ -270,15 +269,15 @@ class ExpertGroup:
         """Go on, if everything that is awaited is here."""
         if self.phase not in _WAITING:
             return False
+        number = self._number
         for peer in self._absent:
-            self._excused[peer] = self._number + 1
-        if not all(map(self._is_here, self.peers)):
+            self._excused[peer] = number + 1
+        if self._missing():
             return False
         out.add(ClearDeadline(DEADLINE))
         if self.loaded:
             self.figures.wait_ns += now_ns - self._posted_ns
         combine = self.phase is Phase.COMBINE
-        number = self._number
         came = {peer: self._arrived[peer].pop(number, (0, 0)) for peer in self.peers}
         carried = [p for p in self.peers if self._size(self._carried(p, came[p][0], combine), 1.0, combine)]
         if carried:
@@ -343,8 +342,13 @@ class ExpertGroup:
         size = shard_wire_bytes(self._size(self.tokens if combine else tokens, share, combine))
         return max(1, size * 8 * NS_PER_S // self.collectives.cnic_rate_bps)
 
-    def _is_here(self, peer: str) -> bool:
-        return self._number in self._arrived[peer] or self._excused[peer] > self._number
+    def _missing(self) -> list[str]:
+        """Peers whose shard of the collective is not here, and who are not excused."""
+        number = self._number
+        return [peer for peer, held in self._arrived.items() if number not in held and self._excused[peer] <= number]
+
+    def _wrong(self, shard: ShardArrived, why: str) -> PeerError:
+        return PeerError(f"{self.role}: {_name(shard.tag)} from {shard.sender} {why}")
 
     @property
     def _tag(self) -> ExchangeTag:
@@ -353,7 +357,7 @@ class ExpertGroup:
     @property
     def _number(self) -> int:
         """The collective that is awaited, or is to be posted next, counted from the start."""
-        return self._number_of(self._tag)
+        return 2 * (self.round * len(self.parts) + self.part) + (self.phase in (Phase.EXPERTS, Phase.COMBINE))
 
     def _number_of(self, tag: ExchangeTag) -> int:
         if not (0 <= tag.part < len(self.parts) and tag.round >= 0):
