@@ -215,8 +215,7 @@ class DramBuffer(RoleMachine[Held]):
                 if held is not None and message.key not in held.generated:
                     held.generated.add(message.key)
                     self.move(held, "StageBlock", held.state)
-                    self.stages.append(_Stage(message.request_id, message.key, message.parent))
-                    self._pump_stages()
+                    self._stage_block(message)
             case m.PrefixReleased():
                 if (held := self.find(message.request_id, "PrefixReleased")) is not None:
                     self.move(held, "PrefixReleased", _X)
@@ -392,17 +391,20 @@ class DramBuffer(RoleMachine[Held]):
         self.out.send(a.decode_engine, m.PromptBuffered(a.request_id))
         for k in range(a.hit_blocks, self.params.layout.full_blocks(a.prompt_tokens)):
             parent, page = a.keys[k - 1] if k else ROOT, held.pages[k]
-            self._persist(a.request_id, a.keys[k], parent, self.buffer, page, self.buffer.offset(page))
+            pages = () if self.params.write_back == "free" else (page,)
+            self._persist(a.request_id, a.keys[k], parent, self.buffer, pages, self.buffer.offset(page))
         return True
 
-    def _persist(self, request_id: str, key: int, parent: int, pool: PagePool, page: int, offset: int) -> None:
-        """Write a block back from ``page``, which the job holds until it is settled."""
-        pool.retain((page,))
-        job = PersistJob(request_id=request_id, key=key, parent=parent, pool=pool, page=page, offset=offset)
+    def _persist(
+        self, request_id: str, key: int, parent: int, pool: PagePool, pages: tuple[int, ...], offset: int
+    ) -> None:
+        """Write a block back from its page, which the job holds until it is settled."""
+        pool.retain(pages)
+        job = PersistJob(request_id=request_id, key=key, parent=parent, pool=pool, pages=pages, offset=offset)
         self.persister.submit(job, self.now_ns)
 
     def _settled(self, job: PersistJob, durable: bool) -> None:
-        job.pool.release((job.page,))
+        job.pool.release(job.pages)
         held = self.records.get(job.request_id)
         if held is not None:
             self.move(held, "BlockSettled", held.state)
@@ -434,6 +436,13 @@ class DramBuffer(RoleMachine[Held]):
         self._pump_waiting()
 
     # --- staging of generated blocks -----------------------------------------------------------------------------
+
+    def _stage_block(self, message: m.StageBlock) -> None:
+        if self.params.write_back == "free":
+            self._persist(message.request_id, message.key, message.parent, self.stage, (), 0)
+            return
+        self.stages.append(_Stage(message.request_id, message.key, message.parent))
+        self._pump_stages()
 
     def _pump_stages(self) -> None:
         while self.stages:
@@ -467,7 +476,7 @@ class DramBuffer(RoleMachine[Held]):
 
     def _stage_landed(self, stage: _Stage) -> None:
         pool, offset = self._stage_pool(stage), self._stage_offset(stage)
-        self._persist(stage.request_id, stage.key, stage.parent, pool, stage.page, offset)
+        self._persist(stage.request_id, stage.key, stage.parent, pool, (stage.page,), offset)
         if stage.cached:
             self.cache.keep((stage.key,), (stage.page,))
         pool.release((stage.page,))

@@ -23,13 +23,16 @@ DEADLINE_PREFIX = "persist/"
 
 @dataclass(slots=True, kw_only=True)
 class PersistJob:
-    """One block on its way to storage from ``page`` of ``pool``, which it holds, at byte ``offset`` of the DRAM."""
+    """One block on its way to storage from a page of ``pool``, which it holds, at byte ``offset`` of the DRAM.
+
+    ``pages``: that page, or none where writing back is free.
+    """
 
     request_id: str
     key: int
     parent: int
     pool: PagePool
-    page: int
+    pages: tuple[int, ...]
     offset: int
     waiting_for: set[str] = field(default_factory=set)
     written_to: set[str] = field(default_factory=set)
@@ -70,8 +73,11 @@ class Persister:
         while self._queue and len(self._active) < self._params.persist_window_blocks:
             job = self._queue.popleft()
             self._active[job.request_id, job.key] = job
-            job.waiting_for = set(replicas_of(job.key, self._servers, self._params.replicas))
             self._out.add(SetDeadline(_deadline(job), now_ns + self._params.wait_deadline_ns))
+            if self._params.write_back == "free":
+                self._out.send(INDEX, m.PublishBlock(job.request_id, job.key, job.parent))
+                continue
+            job.waiting_for = set(replicas_of(job.key, self._servers, self._params.replicas))
             for server in sorted(job.waiting_for):
                 self._out.send(server, m.PersistBlock(job.request_id, job.key))
 

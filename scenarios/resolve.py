@@ -236,6 +236,7 @@ def _params(
         read_window_blocks=p.read_window_blocks,
         persist_window_blocks=p.persist_window_blocks,
         replicas=p.replicas,
+        write_back=p.write_back,
         dram_pages=int((p.kv_dram_bytes or kv_dram_bytes_per_node(model)) / scale.byte_scale) // page,
         dram_cache_pages=cache_pages,
         stage_pages=p.stage_pages,

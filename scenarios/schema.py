@@ -94,6 +94,8 @@ class ProtocolSection:
     read_window_blocks: int = 64
     persist_window_blocks: int = 16
     replicas: int = 2
+    write_back: Literal["real", "free"] = "real"
+    """free: new blocks become hits at once and no byte of them moves, to measure what writing back costs."""
     kv_dram_bytes: int = 0
     """Host DRAM for KV per node."""
     dram_cache_bytes: int = 0

@@ -83,6 +83,7 @@ def _ledger(plan: RunPlan, system: SystemConfig, run: SystemRun) -> Sequence[Led
         replicas=min(params.replicas, len(plan.roles.storage)),
         moves_kv=system.moves_kv,
         direct_copies=system.direct_copies,
+        writes_back=params.write_back == "real",
         wire=WireCosts(header_bytes=HEADER_BYTES, seal_bytes=SEAL_BYTES),
     )
     exchanges = expected_exchanges(run.outcomes, _groups(plan), params.collectives, params.layout.layers, run.reports)

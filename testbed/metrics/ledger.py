@@ -64,8 +64,8 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedBy:
-    """How a system serves: layers of each step (all layers in one without layerwise prefill), replicas, KV at all, and
-    whether local copies go over the copy engine."""
+    """How a system serves: layers of each step (all layers in one without layerwise prefill), replicas, KV at all,
+    whether local copies go over the copy engine, and whether new blocks are written back."""
 
     layout: BlockLayout
     step_layers: tuple[int, ...]
@@ -73,6 +73,7 @@ class ServedBy:
     moves_kv: bool
     wire: WireCosts
     direct_copies: bool = False
+    writes_back: bool = True
 
 
 def expected_traffic(rounds: Sequence[RoundView], how: ServedBy) -> Counter[str]:
@@ -89,7 +90,7 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
     layout = how.layout
     prompt, hits = layout.blocks(r.prompt_tokens), r.hit_tokens // layout.block_tokens
     prompt_full = layout.full_blocks(r.prompt_tokens)
-    generated = layout.full_blocks(r.prompt_tokens + r.generate_tokens - 1) - prompt_full
+    generated = layout.full_blocks(r.prompt_tokens + r.generate_tokens - 1) - prompt_full if how.writes_back else 0
     pe, de = _Engine(r.prefill_engine), _Engine(r.decode_engine)
     de_hits = r.de_hit_tokens // layout.block_tokens
     block = _write_bytes(how, 1, layout.layers)
@@ -118,7 +119,7 @@ def _add_round(ledger: Counter[str], r: RoundView, how: ServedBy) -> None:
         whole_prompt = _write_bytes(how, prompt, layout.layers)
         _add(ledger, whole_prompt, de.dram, *within_de, de.pcie_in)
     _add(ledger, generated * block, de.pcie_out, *within_de, de.dram)
-    persisted = (prompt_full - hits + generated) * how.replicas
+    persisted = (prompt_full - hits + generated) * how.replicas if how.writes_back else 0
     _add(ledger, persisted * block, de.dram, f"{de.node}.snic.tx", f"{STORAGE}.snic.rx")
 
 

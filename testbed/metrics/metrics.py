@@ -69,6 +69,9 @@ class SystemMetrics:
 
     ``dram_hit_share``: of the bytes hit, those that the DRAM of the node that was to read them had kept.
 
+    ``storage_bytes``: what nodes have "read" from storage and "written" to it, counted at their SNICs: payload, headers
+    and seals of writes included.
+
     ``requests_by_path``: whole requests read there, and requests "split" between both.
 
     ``first_turn_hit_tokens``: hits of first rounds. Where agents start without a past, others have stored these blocks.
@@ -101,6 +104,7 @@ class SystemMetrics:
     hit_tokens: int
     hit_rate: float
     dram_hit_share: float
+    storage_bytes: Mapping[str, int]
     first_turn_hit_tokens: int
     tokens_emitted: int
     tokens_verified: int
@@ -175,6 +179,7 @@ def system_metrics(
         hit_tokens=hits,
         hit_rate=hits / prompt if prompt else 0.0,
         dram_hit_share=in_dram / hits if hits else 0.0,
+        storage_bytes={"read": _snic_bytes(run, nodes, "rx"), "written": _snic_bytes(run, nodes, "tx")},
         first_turn_hit_tokens=sum(r.hit_tokens for r in done if r.turn == 0),
         tokens_emitted=sum(len(r.tokens) for r in run.outcomes),
         tokens_verified=run.tokens_verified,
@@ -194,6 +199,11 @@ def system_metrics(
         kv_fairness=_fairness([r.prompt_tokens / ns for r in done if (ns := r.second_token_ns - r.scheduled_ns) > 0]),
         collectives=collectives,
     )
+
+
+def _snic_bytes(run: SystemView, nodes: Sequence[str], direction: str) -> int:
+    counted = (run.counters.get(f"{node}.snic.{direction}") for node in nodes)
+    return sum(c.data.payload_bytes for c in counted if c is not None)
 
 
 def _kv_bytes(run: SystemView, collectives: CollectiveMetrics | None) -> int:

@@ -44,6 +44,9 @@ class ProtocolParams:
     """Full Blocks a node has requested from storage and not received: deep enough to fill the SNIC, bounded."""
     persist_window_blocks: int = 16
     """Full Blocks a node is writing back at once."""
+    write_back: Literal["real", "free"] = "real"
+    """Free, to measure what writing back costs: new blocks are on the disks from the start, and published when they
+    would have been submitted; no byte of them moves."""
     split_least_blocks: int = 4
     """Of a read on both sides: hits that a side must have to be worth a round trip and a write per layer step."""
     replicas: int = 2

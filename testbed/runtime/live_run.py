@@ -38,8 +38,10 @@ from testbed.ids import DRIVER
 from testbed.kvmodel.device import KvDevice
 from testbed.kvmodel.reference import reference_turns
 from testbed.protocol import machine as mc
+from testbed.protocol.layout import U32
 from testbed.protocol.params import SystemConfig
 from testbed.runtime.oracle import verify_tokens
+from testbed.runtime.past import final_prefixes
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import RunResult, SnicSample, SystemRun
 from testbed.runtime.roles import roles_of
@@ -69,7 +71,12 @@ def run_live(plan: RunPlan, progress: Progress) -> RunResult:
         links = calibrate(network, tolerance=plan.limits.link_tolerance)
         warm_dir = plan.run_dir / "warm"
         warm = write_warm_blocks(
-            plan.scripts, plan.params.layout, plan.vocab_size, warm_dir, lambda f: progress("warming storage", f)
+            plan.scripts,
+            plan.params.layout,
+            plan.vocab_size,
+            warm_dir,
+            lambda f: progress("warming storage", f),
+            _written_ahead(plan),
         )
         runs: list[SystemRun] = []
         recordings: list[Recording] = []
@@ -304,6 +311,13 @@ def _cpu_share(before: tuple[int, int], after: tuple[int, int]) -> float:
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------------
+
+
+def _written_ahead(plan: RunPlan) -> tuple[U32, ...]:
+    """Where writing back is free: whatever the run would write."""
+    if plan.params.write_back == "real":
+        return ()
+    return tuple(final_prefixes(plan.scripts, plan.params.layout, lambda script: _reference(plan, script)))
 
 
 def _reference(plan: RunPlan, script: AgentScript) -> list[list[int]]:

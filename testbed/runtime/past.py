@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from testbed.protocol.layout import U32, BlockLayout
 from testbed.protocol.trie import ROOT
+from testbed.runtime.oracle import Reference
 from testbed.workload.trajectory import AgentScript
 
 
@@ -15,6 +18,18 @@ def warm_prefixes(scripts: Sequence[AgentScript], layout: BlockLayout) -> Iterat
         blocks = script.warm_tokens // layout.block_tokens
         if blocks:
             yield script.append_ids(0)[: blocks * layout.block_tokens]
+
+
+def final_prefixes(scripts: Sequence[AgentScript], layout: BlockLayout, reference: Reference) -> Iterator[U32]:
+    """The tokens of every block that a run will have in storage at its end, one array per agent.
+
+    The KV of an agent's last token is never computed.
+    """
+    for script in scripts:
+        emitted = reference(script)
+        parts = [ids for t in range(script.turns) for ids in (script.append_ids(t), emitted[t])]
+        context = np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts])
+        yield context[: layout.full_blocks(len(context) - 1) * layout.block_tokens]
 
 
 def new_entries(keys: Sequence[int], known: dict[int, int]) -> list[int]:

@@ -20,7 +20,7 @@ from testbed.protocol import machine as m
 from testbed.protocol.params import SystemConfig
 from testbed.protocol.placement import replicas_of
 from testbed.runtime.oracle import verify_tokens
-from testbed.runtime.past import warm_entries
+from testbed.runtime.past import final_prefixes, warm_entries
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import RunResult, SnicSample, SystemRun
 from testbed.runtime.roles import roles_of
@@ -47,7 +47,10 @@ def run_sim(plan: RunPlan, progress: Progress, *, traced: bool = True) -> RunRes
 
 
 def world_of(plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, int]], record: Record | None) -> SimWorld:
-    """The world of one system, not started; its storage holds the blocks ``stored``, ``(key, parent)`` each."""
+    """The world of one system, not started; its storage holds the blocks ``stored``, ``(key, parent)`` each.
+
+    Where writing back is free, it holds what the run would write too; the index does not know that yet.
+    """
     params = params_for(system, plan.params)
     descriptions = roles_of(plan, system, stored)
     world = SimWorld(
@@ -59,7 +62,11 @@ def world_of(plan: RunPlan, system: SystemConfig, stored: Sequence[tuple[int, in
         materialise=not system.moves_kv,
         record=record,
     )
-    for key, _ in stored:
+    keys = dict.fromkeys(key for key, _ in stored)
+    if params.write_back == "free":
+        for prefix in final_prefixes(plan.scripts, params.layout, lambda script: _reference(plan, script)):
+            keys.update(dict.fromkeys(params.layout.keys(prefix)))
+    for key in keys:
         for server in replicas_of(key, plan.roles.storage, params.replicas):
             world.store_before(server, key)
     return world

@@ -22,7 +22,7 @@ from testbed.fabric.live.memory import Memory
 from testbed.kvmodel.device import KvDevice
 from testbed.protocol.layout import U32, BlockLayout
 from testbed.protocol.placement import replicas_of
-from testbed.runtime.past import new_entries, warm_prefixes
+from testbed.runtime.past import new_entries, warm_entries, warm_prefixes
 from testbed.workload.trajectory import AgentScript
 
 _BATCH = 32  # blocks written at once
@@ -31,9 +31,11 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmBlocks:
-    """Blocks in storage before a run: ``(key, parent)`` of each, and the directory that holds one copy of each."""
+    """Blocks in storage before a run: ``keys`` of all, one copy of each in ``directory``; those that the index knows
+    from the start are ``entries``, ``(key, parent)`` each."""
 
     entries: tuple[tuple[int, int], ...]
+    keys: tuple[int, ...]
     directory: Path
 
 
@@ -43,22 +45,27 @@ def write_warm_blocks(
     vocab_size: int,
     directory: Path,
     progress: Callable[[float], None],
+    ahead: Sequence[U32] = (),
 ) -> WarmBlocks:
     """Compute and store the past of all agents once; ``place`` then gives every system its own copy.
+
+    ``ahead``: tokens of whole blocks that are stored too, although the index does not know them yet.
 
     Raises:
         HostError: the disk is full.
     """
-    return asyncio.run(_write(list(warm_prefixes(scripts, layout)), layout, vocab_size, directory, progress))
+    prefixes = [*warm_prefixes(scripts, layout), *ahead]
+    keys = asyncio.run(_write(prefixes, layout, vocab_size, directory, progress))
+    return WarmBlocks(entries=warm_entries(scripts, layout), keys=keys, directory=directory)
 
 
 async def _write(
     prefixes: list[U32], layout: BlockLayout, vocab_size: int, directory: Path, progress: Callable[[float], None]
-) -> WarmBlocks:
+) -> tuple[int, ...]:
     entries: dict[int, int] = {}
     longest = max((len(p) for p in prefixes), default=0) // layout.block_tokens
     if not longest:
-        return WarmBlocks(entries=(), directory=directory)
+        return ()
     memory = Memory(longest * layout.full_block_bytes, layout)
     pages = tuple(k * layout.full_block_bytes for k in range(longest))
     device = KvDevice(layout, vocab_size, memory.data, memory.seals, materialise=True)
@@ -73,7 +80,7 @@ async def _write(
                 await asyncio.gather(*(store.store(keys[k], pages[k]) for k in new[at : at + _BATCH]))
     finally:
         store.close()
-    return WarmBlocks(entries=tuple(entries.items()), directory=directory)
+    return tuple(entries)
 
 
 def place(warm: WarmBlocks, servers: Sequence[str], replicas: int, storage: Path) -> None:
@@ -86,7 +93,7 @@ def place(warm: WarmBlocks, servers: Sequence[str], replicas: int, storage: Path
     """
     paths = {int(path.stem, 16): path.relative_to(warm.directory) for path in warm.directory.rglob("*.kv")}
     try:
-        for key, _ in warm.entries:
+        for key in warm.keys:
             for server in replicas_of(key, servers, replicas):
                 target = storage / server / paths[key]
                 target.parent.mkdir(parents=True, exist_ok=True)
