@@ -125,26 +125,13 @@ class EvictedStillLent(DramCache):
     gone: Mapping[int, int] = MappingProxyType({})
 
 
-class KeptAtWrongKey(DramCache):
-    """The first of a request's blocks is kept under the key of its last."""
-
-    def keep(self, keys: Iterable[int], pages: Iterable[int]) -> None:
-        """Keep pages in the wrong order."""
-        super().keep(tuple(keys)[::-1], pages)
-
-
 class UsesEvicted(DramBuffer):
-    """A node's DRAM with a cache that makes the first of these mistakes."""
-
-
-class MixesUpBlocks(DramBuffer):
-    """The second one."""
+    """A node's DRAM with that cache."""
 
 
 _PARTS = {
     VisibleBeforeDurable: ("persister", EarlyPersister),
     UsesEvicted: ("cache", EvictedStillLent),
-    MixesUpBlocks: ("cache", KeptAtWrongKey),
 }
 """Machines whose mistake is in a part of theirs."""
 

@@ -20,7 +20,6 @@ CASES = [
     (p.MissesMergedWrongly, "de0", "1p1d-2r", 0, "provenance", "memory never written"),
     (p.MissesMergedWrongly, "de0", "1p1d-1r-split", 0, "provenance", "lands where layer 0 of block"),
     (p.UsesEvicted, "pe0", "1p1d-2turns-cache", 0, "machine", "retained but nobody holds it"),
-    (p.MixesUpBlocks, "pe0", "1p1d-2turns-cache", 0, "provenance", "lands where layer 0 of block"),
     (p.StartsWithOneHalf, "pe0gpu0", "1p1d-1r-split", 0, "tokens", "OpenLayerWrites for request 0.0 comes in state R"),
 ]
 

@@ -169,6 +169,19 @@ def test_a_split_read_is_green(tmp_path: Path) -> None:
     assert any(o.read_side == "split" for o in rounds["dualpath-split"])
 
 
+def test_hits_from_dram_are_green_and_free_write_back_writes_nothing(tmp_path: Path) -> None:
+    small = ("workload.agents=1", "workload.start_turn=3", "workload.max_turns=2")
+    tier = ("protocol.dram_cache_bytes=80000000000", "protocol.write_back=free")
+    summary, rounds = run_judged(tmp_path, "quickstart", (*small, *tier), "basic")
+    assert (summary.failures, summary.invalid_reasons) == ((), ())
+    assert summary.systems[0].tokens_verified == summary.systems[0].tokens_emitted > 0
+    assert all(abs(entry.error) <= 0.02 for entry in summary.ledger)
+    first, second = rounds["basic"]
+    assert (first.dram_hit_tokens, second.dram_hit_tokens) == (0, first.hit_tokens)
+    storage = summary.systems[0].storage_bytes
+    assert storage["read"] > 0 and storage["written"] == 0
+
+
 def test_trajectories_from_files_share_the_blocks_of_their_system_prompt(tmp_path: Path) -> None:
     system = {"role": "system", "content": "You are a programmer. " + " ".join(f"rule {k}" for k in range(400))}
     for name in ("first", "second"):

@@ -134,3 +134,15 @@ def test_a_failure_is_told_and_judged(tmp_path: Path) -> None:
     done = cli(*SMALL, "--set", "protocol.wait_deadline_s=0.01", "--out", str(tmp_path), "--quiet")
     assert done.code == 1 and "rounds ended with an error" in done.err and "TimedOut" in done.err
     assert "TimedOut" in (only_folder(tmp_path) / "failure.txt").read_text()
+
+
+def test_free_write_back_moves_nothing_and_changes_no_hit(tmp_path: Path) -> None:
+    found = {}
+    for write_back in ("real", "free"):
+        out = tmp_path / write_back
+        assert cli(*SMALL, "--quiet", "--set", f"protocol.write_back={write_back}", "--out", str(out)).code == 0
+        systems = json.loads((only_folder(out) / "metrics.json").read_text())["systems"]
+        found[write_back] = {name: (m["hit_tokens"], m["storage_bytes"]["written"] > 0) for name, m in systems.items()}
+        assert all(m["tokens_verified"] == m["tokens_emitted"] for m in systems.values())
+    for name, (hits, written) in found["real"].items():
+        assert written and found["free"][name] == (hits, False)
