@@ -19,12 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from testbed.fabric.arbiter import DEFAULT_PACKET_BYTES, UNLIMITED, ArbiterTables, PacketArbiter
+from testbed.fabric.arbiter import DEFAULT_PACKET_BYTES, KV_VL, MODEL_VLS, UNLIMITED, ArbiterTables, PacketArbiter
 from testbed.fabric.spec import ClusterSpec, LaneDiscipline
 from testbed.units import NS_PER_S
 
-HIGH_VLS = (0,)
-KV_VL = 2
 _MOST_PACKETS = 400_000
 """Of an arbiter that are followed; whole cycles of the paper's tables take some thousands."""
 
@@ -108,21 +106,21 @@ def _ets_wait(own: int, other: int, packet_bytes: int) -> int:
 
 
 def _of_tables(tables: ArbiterTables, packet_bytes: int) -> LaneOutlook:
-    everything = sorted({vl for vl, weight in (*tables.high, *tables.low) if weight} | {*HIGH_VLS, KV_VL})
-    both = tables.shares((*HIGH_VLS, KV_VL), packet_bytes=packet_bytes)
+    everything = sorted({vl for vl, weight in (*tables.high, *tables.low) if weight} | {*MODEL_VLS, KV_VL})
+    both = tables.shares((*MODEL_VLS, KV_VL), packet_bytes=packet_bytes)
     kv = both[KV_VL]
     alone = (
-        sum(tables.shares(HIGH_VLS, packet_bytes=packet_bytes).values(), Fraction(0)),
+        sum(tables.shares(MODEL_VLS, packet_bytes=packet_bytes).values(), Fraction(0)),
         tables.shares((KV_VL,), packet_bytes=packet_bytes)[KV_VL],
     )
     in_full = tables.shares(everything, packet_bytes=packet_bytes)[KV_VL]
-    high = sum((both[vl] for vl in HIGH_VLS), Fraction(0))
+    high = sum((both[vl] for vl in MODEL_VLS), Fraction(0))
     return LaneOutlook(
         lanes=LaneDiscipline.INFINIBAND,
         shares=(high, kv),
         alone=alone,
         waits_bytes=(
-            _arbiter_wait(tables, HIGH_VLS[0], (*HIGH_VLS, KV_VL), packet_bytes) if high else None,
+            _arbiter_wait(tables, MODEL_VLS[0], (*MODEL_VLS, KV_VL), packet_bytes) if high else None,
             _arbiter_wait(tables, KV_VL, everything, packet_bytes) if in_full else None,
         ),
         warnings=tuple(_starved(tables, in_full, high)),
@@ -130,15 +128,10 @@ def _of_tables(tables: ArbiterTables, packet_bytes: int) -> LaneOutlook:
     )
 
 
-def shares_of_vls(
-    tables: ArbiterTables, vls: Sequence[int], packet_bytes: int = DEFAULT_PACKET_BYTES
-) -> tuple[Fraction, Fraction]:
+def shares_of_vls(tables: ArbiterTables, vls: Sequence[int]) -> tuple[Fraction, Fraction]:
     """KV's share while it and the model VLs ``vls`` want more: under the one-packet rule, and if each expiry of the
     limit served a whole round of the low table."""
-    one, whole = (
-        tables.shares((*vls, KV_VL), packet_bytes=packet_bytes, whole_low_round=reading)[KV_VL]
-        for reading in (False, True)
-    )
+    one, whole = (tables.shares((*vls, KV_VL), whole_low_round=reading)[KV_VL] for reading in (False, True))
     return one, whole
 
 
@@ -155,7 +148,7 @@ def _starved(tables: ArbiterTables, kv: Fraction, high: Fraction) -> list[str]:
         warnings.append(
             f"KV has a share of 0 while model traffic wants the whole link: {reason}; it may starve for ever."
         )
-    for vl in HIGH_VLS:
+    for vl in MODEL_VLS:
         if vl not in served:
             warnings.append(f"model traffic's VL {vl} has a weight in neither table: its share is 0.")
         elif not high:

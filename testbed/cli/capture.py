@@ -12,9 +12,8 @@ from rich.table import Table
 from testbed.capture.lanes import Cargo, DirectionVerdict, Lane, LaneWaits, judge, waits
 from testbed.capture.packets import read_packets
 from testbed.errors import ConfigError
+from testbed.fabric.live.lanes import EXPEDITED_FORWARDING
 from testbed.units import NS_PER_MS
-
-_EF = 46
 
 
 def capture(path: Path, entering: Sequence[Path] = ()) -> int:
@@ -67,7 +66,7 @@ def _waits(found: LaneWaits) -> str:
 
 
 def _dscp(value: int) -> str:
-    return "EF (46)" if value == _EF else str(value)
+    return f"EF ({value})" if value == EXPEDITED_FORWARDING >> 2 else str(value)
 
 
 def _wrong(way: str, verdict: DirectionVerdict) -> list[str]:

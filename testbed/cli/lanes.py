@@ -11,9 +11,9 @@ from rich.table import Table
 
 from scenarios.loader import read_scenario
 from scenarios.resolve import arbiter_of, cluster_of, model_of, scale_of
-from testbed.analysis.lanes import HIGH_VLS, KV_VL, LaneOutlook, outlook, shares_of_vls
+from testbed.analysis.lanes import LaneOutlook, outlook, shares_of_vls
 from testbed.errors import ConfigError
-from testbed.fabric.arbiter import DEFAULT_PACKET_BYTES
+from testbed.fabric.arbiter import DEFAULT_PACKET_BYTES, KV_VL, MODEL_VLS
 from testbed.fabric.live.lanes import PACKET_BYTES, QUANTUM_BYTES, QUEUE_PACKETS, burst_bytes
 from testbed.fabric.spec import ClusterSpec, LaneDiscipline
 from testbed.models.hardware import PAPER_HARDWARE
@@ -102,8 +102,8 @@ def _details(spec: ClusterSpec, found: LaneOutlook) -> list[str]:
     ]
     if spec.lanes is LaneDiscipline.INFINIBAND:
         vls = sorted({vl for vl, weight in spec.arbiter.high if weight} - {KV_VL})
-        one, whole = shares_of_vls(spec.arbiter, vls or HIGH_VLS)
-        names = ", ".join(f"VL{vl}" for vl in vls or HIGH_VLS)
+        one, whole = shares_of_vls(spec.arbiter, vls or MODEL_VLS)
+        names = ", ".join(f"VL{vl}" for vl in vls or MODEL_VLS)
         lines.append(
             f"  KV beside {names}: {_percent(one)} (one low packet per expiry of the limit), "
             f"{_percent(whole)} if a whole low round went"
@@ -143,8 +143,8 @@ def _sim_parameters(spec: ClusterSpec) -> str:
     if spec.lanes is LaneDiscipline.ETS:
         ratio = Fraction(*spec.ets_quanta)
         return f"weighted {ratio.numerator} : {ratio.denominator}, an idle lane's part is borrowed"
-    high_weight, kv_weight = spec.arbiter.lane_weights(HIGH_VLS, KV_VL)
-    return f"weighted {high_weight} : {kv_weight} by the tables (model traffic on VL{HIGH_VLS[0]}, KV on VL{KV_VL})"
+    high_weight, kv_weight = spec.arbiter.lane_weights(MODEL_VLS, KV_VL)
+    return f"weighted {high_weight} : {kv_weight} by the tables (model traffic on VL{MODEL_VLS[0]}, KV on VL{KV_VL})"
 
 
 def _shares(found: LaneOutlook) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.table import Table
 from testbed.errors import HostError
 from testbed.experiment.judge import Outcome, RunEnd
 from testbed.experiment.plot import value_of
+from testbed.metrics.summary import finite
 
 DOCUMENT, TABLE = "experiment.json", "experiment.csv"
 _COLUMNS = ("world", "variant", "system", "metric", "value")
@@ -67,9 +67,9 @@ def _document(outcome: Outcome, runs: Sequence[RunEnd]) -> dict[str, Any]:
         "agreement": [
             {
                 "value": a.value,
-                "live": _finite(a.live),
-                "sim": _finite(a.sim),
-                "error": _finite(a.error),
+                "live": finite(a.live),
+                "sim": finite(a.sim),
+                "error": finite(a.error),
                 "tolerance": a.tolerance,
                 "agrees": a.agrees,
             }
@@ -79,11 +79,6 @@ def _document(outcome: Outcome, runs: Sequence[RunEnd]) -> dict[str, Any]:
         "failures": list(outcome.failures),
         "invalid_reasons": list(outcome.troubles),
     }
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:

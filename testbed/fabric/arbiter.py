@@ -23,7 +23,6 @@ from fractions import Fraction
 from math import lcm
 
 from testbed.errors import ConfigError
-from testbed.units import transfer_time_ns
 
 WEIGHT_UNIT_BYTES = 64
 LIMIT_UNIT_BYTES = 4096
@@ -32,6 +31,11 @@ MAX_DATA_VLS = 15
 MAX_ENTRIES = 64
 DEFAULT_PACKET_BYTES = 4096
 """The MTU of the paper's fabric is UNKNOWN; 4 KiB is InfiniBand's largest."""
+
+MODEL_VLS = (0,)
+KV_VL = 2
+"""Model traffic is on VL0 and KV on VL2. That VL2 is KV's follows from the paper's tables (A.1); which of VL0, 1 and 3
+model traffic takes is UNKNOWN."""
 
 Table = tuple[tuple[int, int], ...]
 
@@ -98,11 +102,6 @@ class ArbiterTables:
             return None
         return max(1, -(-self.high_limit * LIMIT_UNIT_BYTES // packet_bytes))
 
-    def low_wait_ns(self, rate_bps: int, packet_bytes: int = DEFAULT_PACKET_BYTES) -> int | None:
-        """Longest time the low table waits for its next packet on a link of ``rate_bps``; ``None``: for ever."""
-        packets = self.high_packets(packet_bytes)
-        return None if packets is None else transfer_time_ns(packets * packet_bytes, rate_bps)
-
     def shares(
         self,
         backlogged: Collection[int],
@@ -132,9 +131,7 @@ class ArbiterTables:
                 shares[vl] += Fraction(count * in_all, of_round * (to_high + to_low))
         return shares
 
-    def lane_weights(
-        self, high_vls: tuple[int, ...] = (0,), kv_vl: int = 2, *, packet_bytes: int = DEFAULT_PACKET_BYTES
-    ) -> tuple[int, int]:
+    def lane_weights(self, high_vls: tuple[int, ...] = MODEL_VLS, kv_vl: int = KV_VL) -> tuple[int, int]:
         """Smallest whole weights of the lanes (model traffic on ``high_vls``, KV) while all of their VLs want more.
 
         Raises:
@@ -142,7 +139,7 @@ class ArbiterTables:
         """
         if kv_vl in high_vls:
             raise ConfigError(f"VL {kv_vl} cannot carry both KV and model traffic; give KV a VL of its own.")
-        shares = self.shares((*high_vls, kv_vl), packet_bytes=packet_bytes)
+        shares = self.shares((*high_vls, kv_vl))
         if not any(shares.values()):
             raise ConfigError(f"no arbiter table serves any of the VLs {(*high_vls, kv_vl)}; give one a weight.")
         whole = lcm(*(share.denominator for share in shares.values()))

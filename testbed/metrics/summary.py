@@ -100,7 +100,7 @@ class Summary:
             "systems": {m.system: self._system(m) for m in self.systems},
             "links": [asdict(link) for link in self.links],
             "ledger": [asdict(entry) for entry in self.ledger],
-            "verdicts": [{**asdict(v), "measured": _finite(v.measured)} for v in self.verdicts],
+            "verdicts": [{**asdict(v), "measured": finite(v.measured)} for v in self.verdicts],
         }
 
     def _system(self, m: SystemMetrics) -> dict[str, Any]:
@@ -118,6 +118,6 @@ class Summary:
         return document
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """JSON has no NaN: a ratio to nothing is null."""
     return value if math.isfinite(value) else None

@@ -28,7 +28,7 @@ from testbed.fabric.live.lanes import ACK_CLASS, BANDS, HIGH_BAND, HIGH_CLASS, L
 from testbed.fabric.live.netlink import DUMP, attributes, encode
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.readback import verify_shaping
-from testbed.fabric.live.tc import RTM_GETQDISC
+from testbed.fabric.live.tc import RTM_GETQDISC, TC_ATTRIBUTES, TC_HEADER, TCA_STATS2
 
 __all__ = ["HEADER_BYTES", "ClassCount", "LinkCounter", "read_counters", "total_drops", "verify_shaping"]
 
@@ -37,14 +37,11 @@ HEADER_BYTES = 14 + 20 + 32
 
 _RTM_GETSTATS = 94
 _STATS_LINK_64 = 1
-_TCA_KIND, _TCA_STATS2 = 1, 7
 _STATS_BASIC, _STATS_QUEUE = 1, 3
 _BASIC = struct.Struct("=QI")
 _QUEUE = struct.Struct("=IIIII")
-_TC_HEADER = struct.Struct("=iII")
 _DROPPED = struct.Struct("=QQ")
 _DROPPED_OFFSET = 48  # rx_dropped and tx_dropped in rtnl_link_stats64
-_TC_ATTRIBUTES = 36
 _STATS_ATTRIBUTES = 28
 _OURS = (ROOT >> 16, TURNS >> 16)
 
@@ -149,8 +146,8 @@ def total_drops(network: Network) -> int:
 def _queues_by_index(network: Network, host: str) -> dict[int, list[_Queue]]:
     found: dict[int, list[_Queue]] = defaultdict(list)
     for message in network.socket(host).dump(_QDISC_REQUEST):
-        index, handle, parent = _TC_HEADER.unpack_from(message, 20)
-        stats = attributes(message, _TC_ATTRIBUTES).get(_TCA_STATS2)
+        index, handle, parent, _ = TC_HEADER.unpack_from(message, 20)
+        stats = attributes(message, TC_ATTRIBUTES).get(TCA_STATS2)
         if index < BRIDGE_INDEX or stats is None:
             continue
         parts = attributes(stats, 0)

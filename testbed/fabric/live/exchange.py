@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -34,11 +33,14 @@ from testbed.fabric.live.lanes import EXPEDITED_FORWARDING
 from testbed.fabric.live.sockets import (
     EXCHANGE_PORT,
     NO_MORE_YET,
+    SO_TIMESTAMPNS,
+    STAMP_CONTROL_BYTES,
     Endpoint,
     SocketOptions,
     connecting_socket,
     describe,
     listening_socket,
+    stamp_ns,
 )
 from testbed.fabric.live.wire import (
     HELLO_BYTES,
@@ -51,7 +53,6 @@ from testbed.fabric.live.wire import (
 )
 from testbed.ids import cnic_hbm_endpoint
 from testbed.protocol.machine import Event, Exchange, ExchangeTag, ShardArrived
-from testbed.units import NS_PER_S
 
 MAX_SHARD_BYTES = 64 * 1024 * 1024
 _MOST_UNDER_WAY = 2  # a dispatch that the kernel has not taken whole, and the combine after it
@@ -59,9 +60,6 @@ _SCRATCH_BYTES = 256 * 1024
 _PATTERN = memoryview(random.Random(2602_21548).randbytes(256 * 1024))  # what is sent; made before roles are forked
 _STRIDE = 7919  # bytes by which the payloads of consecutive collectives are shifted
 _LOOKS = 16
-_SO_TIMESTAMPNS = 35  # <asm-generic/socket.h>
-_TIMESTAMP = struct.Struct("@ll")
-_CONTROL_BYTES = socket.CMSG_SPACE(_TIMESTAMP.size)
 
 
 @dataclass(slots=True)
@@ -138,7 +136,7 @@ class ExchangePlane:
             HostError: the address or the device is not there, or is taken.
         """
         self._listener = sock = listening_socket(self.endpoint(self.role), self.options, EXPEDITED_FORWARDING)
-        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)  # what is accepted inherits it
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)  # what is accepted inherits it
         self._loop.add_reader(sock, self._accept, sock)
 
     def connect(self) -> None:
@@ -398,7 +396,7 @@ class _Incoming:
         """One read, however much there is: the event loop comes back."""
         scratch = self.plane.scratch
         try:
-            count, control, _, _ = self.sock.recvmsg_into([scratch], _CONTROL_BYTES)
+            count, control, _, _ = self.sock.recvmsg_into([scratch], STAMP_CONTROL_BYTES)
             if count:
                 self._take(scratch[:count], control)
                 self._tune_wakeups()
@@ -427,9 +425,9 @@ class _Incoming:
         shards = self.reader.feed(data)
         if shards:
             now_ns = time.monotonic_ns()
-            stamp_ns = _stamp_ns(control) - self.plane.clock_offset_ns
+            kernel_ns = stamp_ns(control) - self.plane.clock_offset_ns
             for shard in shards:  # a clock that was set since is not believed
-                arrived_ns = stamp_ns if shard.posted_ns <= stamp_ns <= now_ns else now_ns
+                arrived_ns = kernel_ns if shard.posted_ns <= kernel_ns <= now_ns else now_ns
                 self.plane.arrived(self.peer, shard, arrived_ns, now_ns - arrived_ns)
 
     def _tune_wakeups(self) -> None:
@@ -438,15 +436,6 @@ class _Incoming:
         if lowat != self.lowat and self.open:
             self.lowat = lowat
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowat)
-
-
-def _stamp_ns(control: list[tuple[int, int, bytes]]) -> int:
-    """When the kernel had the last byte that was read, in ns since 1970; 0 if it does not say."""
-    for level, kind, data in control:
-        if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
-            seconds, ns = _TIMESTAMP.unpack(data)
-            return int(seconds) * NS_PER_S + int(ns)
-    return 0
 
 
 def _clock_offset_ns() -> int:

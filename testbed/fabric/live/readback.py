@@ -39,6 +39,10 @@ from testbed.fabric.live.tc import (
     RTM_GETQDISC,
     RTM_GETTCLASS,
     RTM_GETTFILTER,
+    TC_ATTRIBUTES,
+    TC_HEADER,
+    TCA_KIND,
+    TCA_OPTIONS,
     read_bands,
     read_drr_quantum,
     tc_request,
@@ -47,12 +51,10 @@ from testbed.fabric.live.tc import (
 _IFLA_IFNAME, _IFLA_TXQLEN, _IFLA_LINKINFO, _IFLA_GSO_MAX_SIZE, _IFLA_MASTER = 3, 13, 18, 41, 10
 _INFO_SLAVE_DATA = 5
 _BRPORT_MODE = 4
-_TCA_KIND, _TCA_OPTIONS = 1, 2
 _HTB_PARMS, _HTB_INIT = 1, 2
 _U32_CLASSID, _U32_SEL, _U32_ACT = 1, 5, 7
 _ACT_OPTIONS, _MIRRED_PARMS = 2, 2
-_LINK_ATTRIBUTES, _TC_ATTRIBUTES = 32, 36
-_TC_HEADER = struct.Struct("=iIII")
+_LINK_ATTRIBUTES = 32
 _RATESPEC = struct.Struct("=BBHhHI")
 _HTB_TAIL = struct.Struct("=IIIII")
 _IFF_UP = 0x1
@@ -173,11 +175,11 @@ def _qdiscs(socket: NetlinkSocket) -> dict[int, dict[int, _Qdisc]]:
     """Per interface, those that a port of ours has at its own handles."""
     found: dict[int, dict[int, _Qdisc]] = defaultdict(dict)
     for message in socket.dump(_QDISCS):
-        index, handle, parent, _ = _TC_HEADER.unpack_from(message, 20)
-        attrs = attributes(message, _TC_ATTRIBUTES)
-        kind = bytes(attrs[_TCA_KIND]).rstrip(b"\0").decode()
+        index, handle, parent, _ = TC_HEADER.unpack_from(message, 20)
+        attrs = attributes(message, TC_ATTRIBUTES)
+        kind = bytes(attrs[TCA_KIND]).rstrip(b"\0").decode()
         if handle in (ROOT, BANDS, TURNS):
-            found[index][handle] = _Qdisc(kind, parent, attrs.get(_TCA_OPTIONS, memoryview(b"")))
+            found[index][handle] = _Qdisc(kind, parent, attrs.get(TCA_OPTIONS, memoryview(b"")))
     return found
 
 
@@ -233,15 +235,15 @@ def _check_classes(socket: NetlinkSocket, port: ShapedPort, queues: PortQueues) 
     found: dict[int, tuple[int, ...]] = {}
     turns: dict[int, int] = {}
     for message in socket.dump(at_index(_CLASSES, port.index)):
-        _, handle, parent, _ = _TC_HEADER.unpack_from(message, 20)
-        attrs = attributes(message, _TC_ATTRIBUTES)
+        _, handle, parent, _ = TC_HEADER.unpack_from(message, 20)
+        attrs = attributes(message, TC_ATTRIBUTES)
         if handle >> 16 == ROOT >> 16:
-            parms = attributes(attrs[_TCA_OPTIONS], 0)[_HTB_PARMS]
+            parms = attributes(attrs[TCA_OPTIONS], 0)[_HTB_PARMS]
             rate, ceil = _RATESPEC.unpack_from(parms)[5], _RATESPEC.unpack_from(parms, _RATESPEC.size)[5]
             buffer, cbuffer, quantum, _, prio = _HTB_TAIL.unpack_from(parms, 2 * _RATESPEC.size)
             found[handle] = (parent, rate, ceil, buffer, cbuffer, quantum, prio)
         elif handle >> 16 == TURNS >> 16:
-            turns[handle] = read_drr_quantum(attrs[_TCA_OPTIONS])
+            turns[handle] = read_drr_quantum(attrs[TCA_OPTIONS])
     for cls in queues.classes:
         where = f"{port.name} class {_class_name(cls.classid)}"
         values = found.pop(cls.classid, None)
@@ -281,8 +283,8 @@ def _filters(socket: NetlinkSocket, index: int, parent: int) -> Iterator[tuple[i
     """The u32 filters of a hook in order: target class, normalised key, interface redirected to (0: none)."""
     request = tc_request(RTM_GETTFILTER, None, parent=parent, flags=DUMP)
     for message in socket.dump(at_index(request, index)):
-        attrs = attributes(message, _TC_ATTRIBUTES)
-        options = attributes(attrs[_TCA_OPTIONS], 0) if _TCA_OPTIONS in attrs else {}
+        attrs = attributes(message, TC_ATTRIBUTES)
+        options = attributes(attrs[TCA_OPTIONS], 0) if TCA_OPTIONS in attrs else {}
         if _U32_SEL not in options or _U32_CLASSID not in options:
             continue  # the hash table itself
         selector = options[_U32_SEL]

@@ -29,7 +29,9 @@ from typing import NoReturn
 from testbed.errors import HostError
 from testbed.fabric.live.addresses import Plan
 from testbed.fabric.live.network import Network
+from testbed.fabric.live.sockets import SO_TIMESTAMPNS, STAMP_CONTROL_BYTES, stamp_ns
 from testbed.fabric.live.syscalls import die_with_parent
+from testbed.units import NS_PER_S
 
 SNAP_BYTES = 128
 MOST_FILE_BYTES = 64 * 1024 * 1024
@@ -45,11 +47,8 @@ _ETHERNET_TYPE = 1
 _ALL_PROTOCOLS = 0x0003
 _SOCKET_BUFFER_BYTES = 32 * 1024 * 1024
 _SO_RCVBUFFORCE = 33
-_SO_TIMESTAMPNS = 35
 _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 _STATISTICS = struct.Struct("=II")
-_TIMESTAMP = struct.Struct("@ll")
-_CONTROL_BYTES = socket.CMSG_SPACE(_TIMESTAMP.size)
 _PACKETS_PER_TURN = 64
 _CHUNK_BYTES = 64 * 1024
 _STOP = b"."
@@ -200,13 +199,13 @@ class _Tap:
         for _ in range(most_packets):
             try:
                 size, control, _, address = self.sock.recvmsg_into(
-                    [self._buffer], _CONTROL_BYTES, socket.MSG_TRUNC | socket.MSG_DONTWAIT
+                    [self._buffer], STAMP_CONTROL_BYTES, socket.MSG_TRUNC | socket.MSG_DONTWAIT
                 )
             except (BlockingIOError, InterruptedError):
                 return True
             except OSError:  # the device went down: nothing more will come until it is up again
                 return True
-            self._keep(size, _stamp(control), address[2])
+            self._keep(size, divmod(stamp_ns(control) or time.time_ns(), NS_PER_S), address[2])
         return False
 
     def _keep(self, size: int, stamp: tuple[int, int], direction: int) -> None:
@@ -267,7 +266,7 @@ def _packet_socket(network: Network, name: str, point: tuple[str, str]) -> socke
         with network.inside(host):
             sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)  # deaf until it is bound
         _enlarge(sock)
-        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         sock.bind((device, _ALL_PROTOCOLS))
     except PermissionError as error:
         raise HostError(
@@ -287,15 +286,6 @@ def _enlarge(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _SOCKET_BUFFER_BYTES)
     except PermissionError:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
-
-
-def _stamp(control: Sequence[tuple[int, int, bytes]]) -> tuple[int, int]:
-    """When the kernel saw the packet: seconds and ns since 1970."""
-    for level, kind, data in control:
-        if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
-            seconds, ns = _TIMESTAMP.unpack(data)
-            return seconds, ns
-    return divmod(time.time_ns(), 1_000_000_000)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from testbed.errors import HostError
+from testbed.units import NS_PER_S
 
 DATA_PORT = 7471
 EXCHANGE_PORT = DATA_PORT + 1
 NO_MORE_YET = (BlockingIOError, InterruptedError)
+
+SO_TIMESTAMPNS = 35  # <asm-generic/socket.h>; the socket module has no name for it
+_TIMESTAMP = struct.Struct("@ll")
+STAMP_CONTROL_BYTES = socket.CMSG_SPACE(_TIMESTAMP.size)
+"""Room for ancillary data that a read with a time stamp needs."""
 
 _TCP_USER_TIMEOUT = 18  # <linux/tcp.h>; socket.TCP_USER_TIMEOUT exists on Linux only
 
@@ -108,3 +116,12 @@ def _configure(sock: socket.socket, endpoint: Endpoint, options: SocketOptions) 
 def describe(error_number: int) -> str:
     """Text of an error number."""
     return f"[Errno {error_number}] {os.strerror(error_number)}"
+
+
+def stamp_ns(control: Iterable[tuple[int, int, bytes]]) -> int:
+    """When the kernel had what was read (SO_TIMESTAMPNS), in ns since 1970; 0 if it does not say."""
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
+            seconds, ns = _TIMESTAMP.unpack(data)
+            return int(seconds) * NS_PER_S + int(ns)
+    return 0

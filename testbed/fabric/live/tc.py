@@ -19,6 +19,12 @@ RTM_NEWQDISC, RTM_DELQDISC, RTM_GETQDISC = 36, 37, 38
 RTM_NEWTCLASS, RTM_GETTCLASS = 40, 42
 RTM_NEWTFILTER, RTM_DELTFILTER, RTM_GETTFILTER = 44, 45, 46
 
+TCA_KIND, TCA_OPTIONS, TCA_STATS2 = 1, 2, 7
+TC_ATTRIBUTES = 36
+"""Where the attributes of a tc message begin."""
+TC_HEADER = struct.Struct("=iIII")
+"""At byte 20 of a tc message: interface, handle, parent, info."""
+
 TC_H_ROOT = 0xFFFFFFFF
 INGRESS_HOOK = 0xFFFFFFF2
 EGRESS_HOOK = 0xFFFFFFF3
@@ -28,7 +34,6 @@ FIRST_FILTER = 0x80000800
 
 _ETH_P_ALL = 0x0003
 _TC_H_CLSACT = 0xFFFFFFF1
-_TCA_OPTIONS = 2
 _PRIORITIES = 16  # of a packet (TC_PRIO_MAX + 1)
 _NESTED = 0x8000
 _PRIO = struct.Struct(f"=i{_PRIORITIES}B")
@@ -91,7 +96,7 @@ def htb_qdisc(handle: int, default: int) -> bytes:
 @functools.cache
 def prio_qdisc(handle: int, parent: int, bands: int) -> bytes:
     """Strict priority between ``bands``; what no filter sends elsewhere goes into the last."""
-    options = _attribute(_TCA_OPTIONS, _PRIO.pack(bands, *[bands - 1] * _PRIORITIES))
+    options = _attribute(TCA_OPTIONS, _PRIO.pack(bands, *[bands - 1] * _PRIORITIES))
     return tc_request(RTM_NEWQDISC, "prio", handle=handle, parent=parent, options=options)
 
 
@@ -105,7 +110,7 @@ def ets_qdisc(handle: int, parent: int, quanta: Sequence[int]) -> bytes:
         + _attribute(_ETS_QUANTA | _NESTED, weights)
         + _attribute(_ETS_PRIOMAP | _NESTED, priomap)
     )
-    options = _attribute(_TCA_OPTIONS | _NESTED, inner)
+    options = _attribute(TCA_OPTIONS | _NESTED, inner)
     return tc_request(RTM_NEWQDISC, "ets", handle=handle, parent=parent, options=options)
 
 
@@ -119,7 +124,7 @@ def drr_qdisc(handle: int, parent: int) -> bytes:
 def drr_class(classid: int, parent: int, quantum_bytes: int) -> bytes:
     """One class of a drr qdisc."""
     inner = _attribute(_DRR_QUANTUM, struct.pack("=I", quantum_bytes))
-    options = _attribute(_TCA_OPTIONS | _NESTED, inner)
+    options = _attribute(TCA_OPTIONS | _NESTED, inner)
     return tc_request(RTM_NEWTCLASS, "drr", handle=classid, parent=parent, options=options)
 
 

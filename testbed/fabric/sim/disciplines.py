@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from testbed.errors import ConfigError
-from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables
+from testbed.fabric.arbiter import KV_VL, MODEL_VLS, PAPER_TABLES, ArbiterTables
 
 
 class Lane(enum.IntEnum):
@@ -72,8 +72,8 @@ class Resource:
     high_weight: int = 99
     kv_weight: int = 1
     tables: ArbiterTables = PAPER_TABLES
-    high_vls: tuple[int, ...] = (0,)
-    kv_vl: int = 2
+    high_vls: tuple[int, ...] = MODEL_VLS
+    kv_vl: int = KV_VL
 
     def __post_init__(self) -> None:
         """Refuse what cannot carry anything.
