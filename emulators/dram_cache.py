@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from testbed.protocol.pages import PagePool
 
@@ -38,7 +39,7 @@ class DramCache:
 
     def _give_up(self, count: int) -> None:
         """Free ``count`` pages, or as many as nobody else holds: whoever asks is the next to get them anyway."""
-        for key in [k for k, page in self.lru.items() if self.pool.holds(page) == 1][:count]:
+        for key in list(islice((k for k, page in self.lru.items() if self.pool.holds(page) == 1), count)):
             self.pool.release((self.lru.pop(key),))
 
     def keep(self, keys: Iterable[int], pages: Iterable[int]) -> None:

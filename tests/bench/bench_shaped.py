@@ -13,6 +13,7 @@ import socket
 import sys
 from dataclasses import replace
 
+from testbed.fabric.live.calibrate import PAYLOAD_SHARE
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.sandbox import run_in_sandbox
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS
@@ -23,7 +24,6 @@ from tests.bench.bench_network import cluster
 RATE_MBIT = 200
 TARGET_SHARE = 0.95
 TARGET_CALIBRATION = 0.01
-PAYLOAD_SHARE = 1448 / 1514
 SECONDS = 4.0
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from testbed.fabric.live.calibrate import PAYLOAD_SHARE
 from testbed.fabric.live.counters import read_counters
 from testbed.fabric.live.lanes import EXPEDITED_FORWARDING
 from testbed.fabric.live.network import Network
@@ -80,7 +81,7 @@ def kv_alone(network: Network, seconds: float) -> float:
     """What KV gets of the link, as payload, while the high lane idles."""
     with streams(network, (KV,), seconds) as results:
         pass
-    return results["kv"].steady_bps / (network.spec.cnic_rate_bps * 1448 / 1514)
+    return results["kv"].steady_bps / (network.spec.cnic_rate_bps * PAYLOAD_SHARE)
 
 
 def message_seconds(
