@@ -122,7 +122,7 @@ def test_a_lane_filter_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "pe0.cnic0.read lacks the filter" in " ".join(summary.invalid_reasons)
 
 
-@pytest.mark.parametrize("share", [0.95, 1.05])
+@pytest.mark.parametrize("share", [pytest.param(0.95, marks=pytest.mark.nightly), 1.05])  # test_network measures both
 def test_a_link_shaped_5_percent_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     build = Network.build
 

@@ -1,15 +1,18 @@
-"""docs/protocol.md says what the code does: diagrams, errors, messages, files."""
+"""Pages say what the code does: diagrams, errors, messages, files of the protocol; every figure of the contract."""
 
 from __future__ import annotations
 
 import ast
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from emulators.diagrams import MACHINES, draw, fill, sections
 from emulators.prefill_engine import TABLE
+from testbed.metrics.collectives import CollectiveMetrics
+from testbed.metrics.metrics import SystemMetrics
 from testbed.protocol import machine, messages
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +48,12 @@ def test_every_error_is_in_the_list() -> None:
 @pytest.mark.parametrize("kind", [k.__name__ for k in messages.AnyMessage.__args__ if k is not messages.Hello])
 def test_every_message_is_mentioned(kind: str) -> None:
     assert re.search(rf"\b{kind}\b", PAGE)
+
+
+def test_every_figure_is_in_the_contract() -> None:
+    contract = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    figures = {field.name for kind in (SystemMetrics, CollectiveMetrics) for field in fields(kind)} - {"system"}
+    assert {name for name in figures if not re.search(rf"\b{name}\b", contract)} == set()
 
 
 def test_names_in_code_style_exist() -> None:
