@@ -38,7 +38,7 @@ ENGINES = ("pe0gpu0", "pe0gpu1")
 CNIC = "pe0.cnic0"  # the shards of pe0gpu0 leave by it, and so does the KV of pe0's DRAM for de0
 ROUNDS, WARM_UP = 8, 2
 SHARD_BYTES = 200_000
-"""16 ms at 100 Mbit/s, of which a link that was idle owes 2 ms of burst."""
+"""16 ms at 100 Mbit/s, of which a link that was idle owes half a millisecond of burst."""
 ATTEMPTS = 3  # at figures that other programs on the host can spoil
 SUPER_PACKET_NS = 8_066 * 8 * 10  # at 100 Mbit/s
 
