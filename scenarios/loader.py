@@ -103,13 +103,27 @@ def is_path(name_or_path: str) -> bool:
     return name_or_path.endswith(SUFFIX) or "/" in name_or_path
 
 
+def is_experiment(name_or_path: str) -> bool:
+    """Whether this names an experiment and not a scenario; a file that cannot be read is neither.
+
+    Raises:
+        ConfigError: a file that is not TOML.
+    """
+    if is_path(name_or_path):
+        path = Path(name_or_path)
+        return path.is_file() and not {"variant", "question"}.isdisjoint(read_toml(path))
+    return name_or_path in experiment_names()
+
+
 def _read(name_or_path: str) -> dict[str, Any]:
+    if is_experiment(name_or_path):
+        raise ConfigError(
+            f"{name_or_path} is an experiment, many runs; only `testbed run` takes one, and none as its scenario."
+        )
     if is_path(name_or_path):
         return read_toml(Path(name_or_path))
     names = scenario_names()
     if name_or_path not in names:
-        if name_or_path in experiment_names():
-            raise ConfigError(f"{name_or_path} is an experiment, many runs; only `testbed run` takes one.")
         hint = nearest(name_or_path, [*names, *experiment_names()]) or f"; choose one of {', '.join(names)}"
         raise ConfigError(f"unknown scenario {name_or_path!r}{hint}.")
     with resources.as_file(resources.files("scenarios") / f"{name_or_path}{SUFFIX}") as path:

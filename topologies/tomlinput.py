@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import tomllib
 import types
 import typing
@@ -55,7 +57,7 @@ def fill(kind: type[T], tables: Mapping[str, Any], where: str) -> T:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from None
-        raise ConfigError(f"{where}: {_plain(str(error))}.") from None
+        raise ConfigError(f"{where}: {_plain(kind, tables, str(error))}.") from None
 
 
 def leaf_type(kind: type[Any], key: str, where: str) -> Any:
@@ -99,7 +101,7 @@ def _nearest_key(walked: str, part: str, known: Iterable[str]) -> str:
 
 
 def _check_keys(kind: Any, value: Any, where: str, walked: str) -> None:
-    """Unknown keys anywhere inside; types are msgspec's business."""
+    """Unknown and missing keys anywhere inside; types are msgspec's business."""
     for member in typing.get_args(kind) or (kind,):
         if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
             hints = typing.get_type_hints(member)
@@ -107,22 +109,57 @@ def _check_keys(kind: Any, value: Any, where: str, walked: str) -> None:
                 if key not in hints:
                     raise ConfigError(f"{where}: unknown key {walked + key!r}{_nearest_key(walked, key, hints)}.")
                 _check_keys(hints[key], inner, where, f"{walked}{key}.")
+            for f in dataclasses.fields(member):
+                if f.name not in value and f.default is f.default_factory is dataclasses.MISSING:
+                    raise ConfigError(f"{where}: {walked}{f.name} is missing; {_way_to_give(f.name, hints[f.name])}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: {walked.rstrip('.')} is {value}, but it must be a finite number.")
         elif dataclasses.is_dataclass(member) and isinstance(value, list):
             for i, inner in enumerate(value):
                 _check_keys(member, inner, where, f"{walked.rstrip('.')}[{i}].")
 
 
-def _plain(message: str) -> str:
-    """msgspec's complaint (expected, got, path) as the end of a sentence that starts with the key."""
+def _plain(kind: type[Any], tables: Mapping[str, Any], message: str) -> str:
+    """msgspec's complaint (expected, got, path) as the end of a sentence that starts with the key and its value."""
     text, _, path = message.replace("`", "").partition(" - at $.")
-    text = text[:1].lower() + text[1:]
-    return f"{path}: {text}" if path else text
+    at: Any = kind
+    value: Any = tables
+    for part in re.findall(r"[^.\[\]]+", path):
+        if part.isdecimal() and isinstance(value, list):
+            at, value = typing.get_args(at)[0], value[int(part)]
+        elif (member := _table_in(at)) and isinstance(value, Mapping) and part in value:
+            at, value = typing.get_type_hints(member)[part], value[part]
+        else:  # inside something that is no table of ours
+            return f"{path}: {text[:1].lower()}{text[1:]}"
+    return f"{path} is {value!r:.60}, but it must be {_form(at)}"
+
+
+def _table_in(kind: Any) -> Any:
+    """The dataclass that a type is or may be."""
+    return next((member for member in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(member)), None)
+
+
+def _way_to_give(key: str, kind: Any) -> str:
+    """How a missing key is written: a table, one of several tables, or a value."""
+    if table := _table_in(kind):
+        return f"write [[{key}]] at least once" if table is not kind else f"write its table [{key}]"
+    return f"give it {_form(kind)}"
+
+
+def _form(kind: Any) -> str:
+    """What a value of a file must be, in words."""
+    if typing.get_origin(kind) is tuple:
+        forms = list(dict.fromkeys(_form(a) for a in typing.get_args(kind) if a is not Ellipsis))
+        return f"a list, each {' or '.join(forms)}"
+    return _type_name(kind)
 
 
 def _type_name(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     if kind in names:
         return names[kind]
+    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is Mapping:
+        return "a table"
     arguments = [a for a in typing.get_args(kind) if a is not types.NoneType and a is not Ellipsis]
     if typing.get_origin(kind) is tuple:
         return f"a list, separated by commas, each {_type_name(arguments[0])}"

@@ -19,9 +19,9 @@ from rich.console import Console
 from scenarios.loader import LoadedScenario
 from testbed.cli.blame import INTERRUPTED
 from testbed.cli.progress import Report, reporting
-from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder
+from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder, stored_bytes
 from testbed.cli.sweep import ended_like_ctrl_c
-from testbed.errors import ConfigError, UnsupportedError
+from testbed.errors import ConfigError, HostError, UnsupportedError
 from testbed.experiment import report
 from testbed.experiment.file import Experiment, Variant, read_experiment
 from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
@@ -72,6 +72,8 @@ def run_experiment(request: ExperimentRequest) -> int:
     if "live" in worlds:
         refuse_hidden(request.resume or request.out)
     folder = _folder(experiment, request)
+    plans = [(job.loaded.plan, world) for world, of_world in jobs.items() for job in of_world]
+    run_folder.check_space(folder, max((stored_bytes(plan) for plan, world in plans if world == "live"), default=0))
     if not request.quiet:
         Console(highlight=False).print(f"{experiment.title}\nFolder: {folder}", soft_wrap=True)
     try:
@@ -84,9 +86,14 @@ def run_experiment(request: ExperimentRequest) -> int:
         return INTERRUPTED
     runs = [end for of_world in ends for end in of_world]
     outcome = judge(experiment, runs, unsupported)
-    _leave(folder, outcome, runs)
     if not request.quiet:
         report.print_outcome(Console(highlight=False), outcome)
+    try:
+        _leave(folder, outcome, runs)
+    except HostError as error:
+        again = f"testbed run {request.experiment} --resume {folder}"
+        raise HostError(f"{str(error).rstrip('.')}; free some space, then `{again}` does what is missing.") from error
+    if not request.quiet:
         Console(highlight=False).print(f"Run folders, experiment.csv and plots: {folder}", soft_wrap=True)
     elif outcome.exit_code or outcome.unsupported:
         lines = (*map(str, outcome.unsupported), *outcome.failures, *outcome.troubles, outcome.verdict)

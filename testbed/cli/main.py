@@ -88,9 +88,9 @@ def run(
     ] = False,
 ) -> int:
     """Run a scenario, or all variants of an experiment, on the emulated cluster and judge it."""
+    from scenarios.loader import is_experiment  # noqa: PLC0415
     from testbed.cli.run import RunRequest, world_named  # noqa: PLC0415
     from testbed.cli.run import run as run_scenario  # noqa: PLC0415
-    from testbed.experiment.file import is_experiment  # noqa: PLC0415
 
     if is_experiment(scenario):
         from testbed.cli.experiment import ExperimentRequest, run_experiment  # noqa: PLC0415
@@ -128,7 +128,7 @@ def run(
             out=out,
             quiet=quiet,
             world=world_named(world or "live"),
-            capture=tuple(name.strip() for name in capture.split(",") if name.strip()),
+            capture=tuple(name.strip() for name in capture.split(",")) if capture else (),
         )
     )
 

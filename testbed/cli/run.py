@@ -17,6 +17,7 @@ from typing import cast, get_args
 from rich.console import Console
 
 from scenarios.loader import LoadedScenario, load_scenario, name_of, read_scenario
+from testbed.analysis.lanes import outlook
 from testbed.cli.blame import INTERRUPTED, explained, sentence_for
 from testbed.cli.janitor import cleaning_up
 from testbed.cli.judge import summarise
@@ -28,6 +29,7 @@ from testbed.fabric.live.lane_offers import settled
 from testbed.fabric.live.limits import check_buildable
 from testbed.fabric.live.recorder import MOST_FILE_BYTES, Recording, capture_points
 from testbed.fabric.live.sandbox import PRIVATE_PATH, run_in_sandbox
+from testbed.fabric.spec import LaneDiscipline
 from testbed.metrics.expression import check_expression
 from testbed.metrics.summary import Summary
 from testbed.report import run_folder, tables
@@ -102,6 +104,9 @@ def _run_in(folder: Path, loaded: LoadedScenario, request: RunRequest) -> int:
         out = Console(highlight=False)
         out.print(loaded.stands_for, soft_wrap=True)
         out.print(f"Run folder: {folder}", soft_wrap=True)
+        if loaded.plan.cluster.lanes is LaneDiscipline.INFINIBAND:  # tables are written by hand; other lanes by name
+            for warning in outlook(loaded.plan.cluster).warnings:
+                sys.stderr.write(f"warning: {loaded.scenario.cluster.opensm}: {warning}\n")
     if request.world == "live":
         return run_in_sandbox(lambda: _run_inside(loaded, folder, request))
     return _run_inside(loaded, folder, request)
@@ -124,7 +129,26 @@ def prepare(request: RunRequest) -> LoadedScenario:
     )
     if request.world == "live":
         check_buildable(loaded.plan.cluster)
+    _check_tables(loaded)
     return replace(loaded, plan=replace(loaded.plan, capture=_captured(request, loaded)))
+
+
+def _check_tables(loaded: LoadedScenario) -> None:
+    """Refuse arbiter tables under which a lane that the run needs would never send anything.
+
+    Raises:
+        ConfigError: naming the lane and the file.
+    """
+    plan, tables = loaded.plan, loaded.scenario.cluster.opensm
+    if plan.cluster.lanes is not LaneDiscipline.INFINIBAND:
+        return
+    high, kv = outlook(plan.cluster).alone
+    for lane, share, needed in (("model traffic", high, plan.params.collectives is not None), ("KV", kv, True)):
+        if needed and not share:
+            raise ConfigError(
+                f"{tables}: {lane} has a share of 0 even when all others idle, so the run could not end; give its "
+                f"virtual lane a weight (`testbed lanes --opensm {tables}` shows the tables)."
+            )
 
 
 def _captured(request: RunRequest, loaded: LoadedScenario) -> tuple[str, ...]:
@@ -182,7 +206,7 @@ def _run_inside(loaded: LoadedScenario, folder: Path, request: RunRequest) -> in
     except (Exception, KeyboardInterrupt) as error:
         sentence, code = explained(error)
         run_folder.write_failure(folder, sentence)
-        sys.stderr.write(f"error: {sentence}; what there is of the run is in {folder}\n")
+        sys.stderr.write(f"error: {sentence.rstrip('.')}; what there is of the run is in {folder}\n")
         return code
     told = not request.quiet and request.summary
     if told:

@@ -9,13 +9,14 @@ can be judged in the worlds that it is for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from scenarios.loader import EXPERIMENTS, SUFFIX, experiment_names, is_path, name_of, read_scenario
+from scenarios.loader import EXPERIMENTS, SUFFIX, is_path, name_of, read_scenario
 from scenarios.schema import Scenario
 from testbed.errors import ConfigError
 from testbed.metrics.expression import check_expression, check_figure, names_in, with_first
@@ -28,6 +29,7 @@ from topologies.tomlinput import fill, leaf_type, nearest, read_toml
 
 EACH = "each"
 """In an expectation: every variant in turn."""
+MOST_REPEATS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,17 +156,6 @@ class Experiment:
     repeat: Repeat
 
 
-def is_experiment(name_or_path: str) -> bool:
-    """Whether this names an experiment and not a scenario; a file that cannot be read is neither.
-
-    Raises:
-        ConfigError: a file that is not TOML.
-    """
-    if is_path(name_or_path):
-        return Path(name_or_path).is_file() and "variant" in read_toml(Path(name_or_path))
-    return name_or_path in experiment_names()
-
-
 def read_experiment(name_or_path: str) -> Experiment:
     """A shipped experiment by name, or any by path.
 
@@ -180,8 +171,13 @@ def read_experiment(name_or_path: str) -> Experiment:
             raw = read_toml(path)
     tables = fill(ExperimentTables, raw, where)
     for kind, count in (("live", tables.repeat.live), ("sim", tables.repeat.sim)):
-        if count < 1:
-            raise ConfigError(f"{where}: repeat.{kind} is {count}, but everything runs at least once.")
+        if not 1 <= count <= MOST_REPEATS:
+            raise ConfigError(
+                f"{where}: repeat.{kind} is {count}, but everything runs 1 to {MOST_REPEATS} times."
+            )
+    for key in ("throughput_tolerance", "ratio_tolerance"):
+        if not 0 <= (tolerance := getattr(tables.agree, key)) < 1:
+            raise ConfigError(f"{where}: agree.{key} is {tolerance:g}, but it must be from 0 to 1, as 0.05 for 5 %.")
     if not tables.worlds or not tables.variant or not tables.expect:
         raise ConfigError(f"{where}: needs at least one world, one [[variant]] and one [[expect]].")
     variants = _variants(tables, where)
@@ -251,12 +247,14 @@ def _settings(tables: Mapping[str, Any], where: str) -> Settings:
 
 
 def _place(plot: Plot, table: VariantTable, settings: Mapping[str, str], where: str) -> float | None:
-    if not plot.x:
-        return table.x
     try:
-        return float(settings[plot.x])
+        place = float(settings[plot.x]) if plot.x else table.x
     except (KeyError, ValueError):
         raise ConfigError(f"{where}: plot.x is {plot.x}, but the variant does not set it to a number.") from None
+    if place is not None and not (math.isfinite(place) and (place > 0 or "x" not in plot.log)):
+        kind = "positive" if "x" in plot.log else "finite"
+        raise ConfigError(f"{where}: its place in the plot is {place:g}, but that must be a {kind} number.")
+    return place
 
 
 # --- expressions ---------------------------------------------------------------------------------------------------
@@ -280,8 +278,6 @@ def _claims(tables: ExperimentTables, variants: Sequence[Variant], where: str) -
 
 def _comparisons(tables: ExperimentTables, variants: Sequence[Variant], where: str) -> tuple[Comparison, ...]:
     """What both worlds must agree on: what the file lists, else the JCT of every system of every common variant."""
-    if len(tables.worlds) < 2:
-        return ()
     agree, here = tables.agree, f"{where}, agree"
     common = [variant for variant in variants if len(variant.worlds) == len(tables.worlds)]
     throughput = agree.throughput
@@ -295,7 +291,7 @@ def _comparisons(tables: ExperimentTables, variants: Sequence[Variant], where: s
         for _, value in _expanded(text, common, here):
             _check_names(value, common, here)
             comparisons.append(Comparison(value=value, tolerance=tolerance))
-    return tuple(comparisons)
+    return tuple(comparisons) if len(tables.worlds) > 1 else ()
 
 
 def _one_line(text: str) -> str:

@@ -20,6 +20,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from testbed.errors import HostError
+
 T = TypeVar("T")
 
 _POLL_S = 1.0
@@ -81,7 +83,12 @@ def run_all(
 
 def _child(task: Task[T], work: Callable[[T], int]) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep alone, which passes it on once
-    with task.output.open("w", encoding="utf-8", buffering=1) as file:
+    try:
+        file = task.output.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        sys.stderr.write(f"error: {task.output}: cannot be written ({error.strerror})\n")
+        sys.exit(HostError.exit_code)
+    with file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
         sys.stdout = sys.stderr = file  # whatever they were, a terminal or something that captures

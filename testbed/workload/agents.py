@@ -27,6 +27,10 @@ SYNTHETIC_TOKENS = 64
 """Paper tokens of the synthetic first round; UNKNOWN in the paper. One block is the least that changes every block."""
 
 
+MOST_AGENTS = 100_000
+"""Each is a script in memory, long before anything runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What the agents replay. Lengths are paper tokens, except in the scripts that ``agents`` makes.
@@ -61,6 +65,8 @@ class Workload:
             value = getattr(self, key)
             if value < least:
                 raise ConfigError(f"workload: {key} is {value}, but it must be at least {least}.")
+        if self.agents > MOST_AGENTS:
+            raise ConfigError(f"workload: agents is {self.agents}, but it must be at most {MOST_AGENTS}.")
 
 
 def source_trajectories(workload: Workload) -> list[Trajectory]:

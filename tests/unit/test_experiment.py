@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from scenarios.loader import is_experiment, read_scenario
 from testbed.cli.experiment import ExperimentRequest, _jobs
 from testbed.errors import ConfigError
-from testbed.experiment.file import Experiment, is_experiment, read_experiment
+from testbed.experiment.file import Experiment, read_experiment
 from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.fabric.live.lane_offers import MODULES
 from testbed.fabric.spec import LaneDiscipline
@@ -107,7 +108,13 @@ def test_a_file_is_expanded_and_checked(tmp_path: Path) -> None:
         ("[agree]", '[plot]\nx = "gpu.speedup"\n[agree]', "variant as-is: plot.x is gpu.speedup"),
         ("[agree]", "[repeat]\nsim = 0\n[agree]", "repeat.sim is 0"),
         ('systems = ["basic", "dualpath"]', 'systems = ["basic", "dualpth"]', "did you mean 'dualpath'"),
-        ('worlds = ["sim"]', 'worlds = ["real"]', "invalid enum value 'real'"),
+        ('worlds = ["sim"]', 'worlds = ["real"]', "variant[1].worlds[0] is 'real', but it must be one of live, sim"),
+        ("[[expect]]", "[[expct]]", "unknown key 'expct' (did you mean 'expect'?)"),
+        ("x = 1\n", "x = nan\n", "variant[0].x is nan, but it must be a finite number"),
+        ("x = 1\n", "x = 0\nset = 3\n", "variant[0].set is 3, but it must be a table"),
+        ("[agree]", '[plot]\nlog = ["x"]\n[agree]\nratio_tolerance = -1', "agree.ratio_tolerance is -1"),
+        ("[agree]", "[repeat]\nsim = 1000000000\n[agree]", "runs 1 to 100 times"),
+        ("[agree]", '[agree]\nthroughput = ["fats.basic.jct_s"]', "'fats.basic.jct_s' is of no variant"),
         ("quickstart", "quickstrt", "did you mean 'quickstart'"),
     ],
 )  # fmt: skip
@@ -116,6 +123,21 @@ def test_bad_files_are_refused_in_one_sentence(old: str, new: str, sentence: str
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, FILE.replace(old, new, 1) if old != "quickstart" else FILE.replace(old, new))
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_whole_experiment_is_not_taken_for_a_scenario(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE.replace("[[variant]]", "[[variants]]"))
+    assert is_experiment(str(path))
+    path.write_text("\n".join(FILE.splitlines()[:4]))
+    with pytest.raises(ConfigError, match=r"experiment mine: variant is missing; write \[\[variant\]\] at least once"):
+        read_experiment(str(path))
+    with pytest.raises(ConfigError, match=r"mine\.toml is an experiment, many runs"):
+        read_scenario(str(path))
+    of_one_world = FILE.replace('dualpath"]', 'dualpath"]\nworlds = ["sim"]', 1)
+    path.write_text(of_one_world.replace("ratio(each.basic", "ratio(fats.basic"))
+    with pytest.raises(ConfigError, match="of no variant"):
+        read_experiment(str(path))
 
 
 def end(world: World, variant: str, basic: float, dualpath: float, **more: Any) -> RunEnd:

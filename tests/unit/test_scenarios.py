@@ -117,6 +117,8 @@ def test_overrides_are_typed_by_the_schema() -> None:
         ("protocol.fetch_interval_s=0", r"protocol.fetch_interval_s is 0, but it must be positive"),
         ("protocol.dram_cache_bytes=1000", r"dram_cache_bytes is 1000, which is no whole block of \d+ bytes; raise it"),
         ("protocol.block_tokens=100", r"length_scale 16 does not divide a block of 100 tokens"),
+        ("cluster.storage_share=nan", r"cluster.storage_share is nan, but it must be a finite number"),
+        ("workload.agents=99999999999999999999", r"agents is 99999999999999999999, but it must be at most 100000"),
         ("gpu.speedup=0", r"gpu.speedup is 0, but it must be a positive number"),
         ("scale.time=0.0001", r"below the 4 B minimum"),
         ("workload.source=shiped", r"unknown source 'shiped'"),

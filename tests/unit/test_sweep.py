@@ -85,8 +85,8 @@ def test_points_keep_their_order_and_may_differ_in_keys(tmp_path: Path) -> None:
         (GRID + "[[points]]\nseed = 1\n", "has a grid and points"),
         ('scenario = "quickstart"\n', "neither a grid nor points"),
         (GRID + "x = 1 = 2\n", "is not TOML"),
-        ('world = "lively"\n' + GRID, "world: invalid enum value 'lively'"),
-        ("", "missing required field scenario"),
+        ('world = "lively"\n' + GRID, "world is 'lively', but it must be one of live, sim"),
+        ("", "scenario is missing; give it a text"),
     ],
 )
 def test_bad_files_are_refused_in_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:

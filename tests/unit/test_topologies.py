@@ -66,8 +66,8 @@ def test_a_file_of_ones_own_is_read_strictly(tmp_path: Path) -> None:
     assert load_topology(str(path)) == ClusterShape(name="mine", prefill_nodes=3, decode_nodes=1)
     for text, sentence in (
         ("prefil_nodes = 3\ndecode_nodes = 1", r"unknown key 'prefil_nodes' \(did you mean 'prefill_nodes'\?\)"),
-        ("prefill_nodes = '3'\ndecode_nodes = 1", r"prefill_nodes: expected int, got str"),
-        ("prefill_nodes = 3", r"missing required field decode_nodes"),
+        ("prefill_nodes = '3'\ndecode_nodes = 1", r"prefill_nodes is '3', but it must be a whole number"),
+        ("prefill_nodes = 3", r"decode_nodes is missing; give it a whole number"),
         ("prefill_nodes = ", r"is not TOML"),
     ):
         path.write_text(text)
