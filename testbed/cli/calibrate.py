@@ -8,6 +8,7 @@ judges it is the run's own verdict. Slower is taken to be easier, which is what 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -86,8 +87,8 @@ def calibrate(request: CalibrateRequest) -> int:
         TestbedError: the input cannot be run, or the host cannot run it.
     """
     for name, value in (("turns", request.turns), ("probes", request.probes), ("minutes", request.minutes)):
-        if value <= 0:
-            raise ConfigError(f"--{name} is {value:g}, but it must be positive.")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{name} is {value:g}, but it must be a positive number.")
     whole = RunRequest(
         scenario=request.scenario, systems=request.systems, overrides=request.overrides, out=request.out, summary=False
     )

@@ -17,17 +17,16 @@ from typing import Any
 from rich.console import Console
 
 from scenarios.loader import LoadedScenario
-from testbed.cli.blame import INTERRUPTED
 from testbed.cli.progress import Report, reporting
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder, stored_bytes
-from testbed.cli.sweep import ended_like_ctrl_c
+from testbed.cli.sweep import code_of, ended_like_ctrl_c
 from testbed.errors import ConfigError, HostError, UnsupportedError
 from testbed.experiment import report
 from testbed.experiment.file import Experiment, Variant, read_experiment
 from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.report import run_folder
 from testbed.runtime.plan import World
-from testbed.sweep.jobs import OUTPUT, emptied, metrics_of, reason_in
+from testbed.sweep.jobs import OUTPUT, emptied, locked, metrics_of, reason_in
 from testbed.sweep.pool import Task, run_all
 
 
@@ -77,13 +76,17 @@ def run_experiment(request: ExperimentRequest) -> int:
     if not request.quiet:
         Console(highlight=False).print(f"{experiment.title}\nFolder: {folder}", soft_wrap=True)
     try:
-        with ended_like_ctrl_c(), reporting(Console(stderr=True), quiet=request.quiet) as progress:
+        with (
+            locked(folder, "experiment"),
+            ended_like_ctrl_c(),
+            reporting(Console(stderr=True), quiet=request.quiet) as progress,
+        ):
             ends = [_run_world(world, todo, folder, progress) for world, todo in jobs.items() if todo]
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         sys.stderr.write(
             f"error: interrupted; `testbed run {request.experiment} --resume {folder}` does what is missing\n"
         )
-        return INTERRUPTED
+        return code_of(interruption)
     runs = [end for of_world in ends for end in of_world]
     outcome = judge(experiment, runs, unsupported)
     if not request.quiet:

@@ -202,10 +202,12 @@ def parity(
 @app.command(name="capture")
 @_command
 def capture_(
-    file: Annotated[Path, typer.Argument(help="A recorded link: runs/.../capture/<link>.pcap.")],
+    file: Annotated[Path, typer.Argument(help="A recorded link: runs/.../capture/<link>.pcap.", readable=False)],
     entering: Annotated[
         list[Path] | None,
-        typer.Option(help="A recorded memory behind that CNIC (pe0gpu0.cnic, pe0.mem0); may be repeated."),
+        typer.Option(
+            help="A recorded memory behind that CNIC (pe0gpu0.cnic, pe0.mem0); may be repeated.", readable=False
+        ),
     ] = None,
 ) -> int:
     """Say what the packets of a link tell of its lanes: bytes, DSCP, and who waited for whom."""
@@ -457,7 +459,9 @@ def paper(
 @app.command()
 @_command
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A TOML file with a scenario and a grid or a list of settings.")],
+    file: Annotated[
+        Path, typer.Argument(help="A TOML file with a scenario and a grid or a list of settings.", readable=False)
+    ],
     workers: Annotated[int, typer.Option(help="Runs at a time; 0: one per CPU.")] = 0,
     out: Annotated[Path, typer.Option(help="Where the sweep's folder is made.")] = Path("runs/sweeps"),
     resume: Annotated[bool, typer.Option("--resume", help="Keep what an earlier, interrupted sweep has done.")] = False,

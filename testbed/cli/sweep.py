@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -55,20 +56,37 @@ def sweep(request: SweepRequest) -> int:
                 outcome = run_sweep(
                     wanted, jobs, run_job, folder, workers=workers, resume=request.resume, progress=progress
                 )
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interruption:
             done = done_of(jobs, folder)
             sys.stderr.write(
                 f"error: interrupted; {done} of {len(jobs)} runs are in {folder}, --resume does the rest\n"
             )
-            return INTERRUPTED
+            return code_of(interruption)
     _tell(outcome)
     return EXIT_FAILED if outcome.failed else EXIT_INVALID if outcome.invalid else EXIT_VALID
+
+
+class EndedError(KeyboardInterrupt):
+    """Interrupted, by a signal that is not Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+def code_of(interruption: KeyboardInterrupt) -> int:
+    """The exit code of docs/contract.md."""
+    return interruption.exit_code if isinstance(interruption, EndedError) else INTERRUPTED
 
 
 @contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
     """A sweep that is told to end, or whose terminal closes, ends its runs too: they are no part of its terminal."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise EndedError(number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

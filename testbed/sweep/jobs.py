@@ -7,15 +7,17 @@ a configuration equal to the one that would run now; everything else is removed 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testbed.errors import HostError
+from testbed.errors import ConfigError, HostError
 from testbed.runtime.plan import World
 from testbed.sweep.file import Settings
 from testbed.sweep.table import Row
@@ -24,6 +26,7 @@ RUNS = "runs"
 OUTPUT = "output.txt"
 """What a run printed."""
 _DIGEST_CHARS = 16
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,31 @@ def emptied(directory: Path) -> Path:
     except OSError as error:
         raise HostError(f"{directory}: cannot be made ({error.strerror}).") from error
     return directory
+
+
+@contextmanager
+def locked(folder: Path, kind: str) -> Iterator[None]:
+    """Two of a ``kind`` (sweep, experiment) in one folder would remove each other's half-done runs.
+
+    Their runs hold the lock too: what a killed one left behind has it until it has ended.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+        HostError: another one is at work in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(f"{folder}: no {kind} can be kept there ({error.strerror}).") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HostError(
+                f"{folder}: another {kind} is at work there; wait for it or choose another --out."
+            ) from None
+        yield
 
 
 def row_of(job: Job, folder: Path, ended: str = "") -> Row:

@@ -3,7 +3,8 @@
 A process per job, and not a worker that takes many: a run may fork (the live world does), may grow large, may be killed
 by the kernel; none of it reaches the next run. Nothing here uses threads, so that forking stays safe.
 
-Invariants: at most ``workers`` processes at a time; when ``run_all`` returns or raises, none of them is left.
+Invariants: at most ``workers`` processes at a time; when ``run_all`` returns or raises, none of them is left; when this
+process is killed, they are interrupted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from testbed.errors import HostError
+from testbed.fabric.live.syscalls import die_with_parent
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < workers:
                 task = waiting.pop()
-                process = context.Process(target=_child, args=(task, work))
+                process = context.Process(target=_child, args=(task, work, os.getpid()))
                 with _uninterrupted():  # a process that has started is in the list
                     process.start()
                     running[process.sentinel] = (process, task)
@@ -81,8 +83,11 @@ def run_all(
             _stop([process for process, _ in running.values()])
 
 
-def _child(task: Task[T], work: Callable[[T], int]) -> None:
+def _child(task: Task[T], work: Callable[[T], int], parent: int) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep alone, which passes it on once
+    die_with_parent(signal.SIGINT)  # it tidies up as after Ctrl-C when the sweep is killed
+    if os.getppid() != parent:
+        sys.exit(1)
     try:
         file = task.output.open("w", encoding="utf-8", buffering=1)
     except OSError as error:

@@ -6,21 +6,18 @@ what is done stays done, however the sweep ends.
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from testbed.errors import ConfigError, HostError
+from testbed.errors import ConfigError
 from testbed.sweep.file import Sweep
-from testbed.sweep.jobs import OUTPUT, RUNS, Job, clear, finished, row_of
+from testbed.sweep.jobs import OUTPUT, RUNS, Job, clear, finished, locked, row_of
 from testbed.sweep.pool import Task, run_all
 from testbed.sweep.table import Row, write_table
 
 TABLE = "sweep.csv"
-_LOCK = ".lock"
 
 Resolve = Callable[[Job], Mapping[str, Any]]
 """The configuration that a job would run with; raises ConfigError if it cannot run."""
@@ -88,7 +85,7 @@ def run_sweep(
         raise ConfigError(
             f"{folder} holds runs of an earlier sweep; continue it with --resume, or choose another place with --out."
         )
-    with _locked(folder):
+    with locked(folder, "sweep"):
         todo = [job for job in jobs if finished(job, folder) is None]
         kept, ended = len(jobs) - len(todo), dict[str, str]()
         title = f"{sweep.name}: {len(jobs)} runs, {workers} at a time"
@@ -109,19 +106,3 @@ def run_sweep(
 def done_of(jobs: list[Job], folder: Path) -> int:
     """How many jobs are done."""
     return sum(finished(job, folder) is not None for job in jobs)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Two sweeps in one folder would remove each other's half-done runs."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _LOCK).open("w")
-    except OSError as error:
-        raise ConfigError(f"{folder}: no sweep can be kept there ({error.strerror}).") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise HostError(f"{folder}: another sweep is at work there; wait for it or choose another --out.") from None
-        yield

@@ -162,7 +162,8 @@ def test_a_calibration_of_something_else_is_refused(
     [
         (["calibrate", "quickstrt"], "did you mean 'quickstart'?"),
         (["calibrate", "split-read"], "an experiment"),
-        (["calibrate", "quickstart", "--turns", "0"], "--turns is 0, but it must be positive"),
+        (["calibrate", "quickstart", "--turns", "0"], "--turns is 0, but it must be a positive number"),
+        (["calibrate", "quickstart", "--minutes", "nan"], "--minutes is nan, but it must be a positive number"),
         (["calibrate", "quickstart", "--set", "scale.time=0.0001"], "below the 4 B minimum"),
         (["run", "split-read", "--calibrated"], "leave out --calibrated"),
     ],

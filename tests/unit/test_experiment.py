@@ -18,7 +18,9 @@ from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.fabric.live.lane_offers import MODULES
 from testbed.fabric.spec import LaneDiscipline
 from testbed.metrics.expression import figure, names_in, with_first, with_numbers
+from testbed.report import run_folder
 from testbed.runtime.plan import World
+from testbed.sweep.jobs import locked
 from tests.unit.test_cli import testbed as cli
 
 FILE = """
@@ -272,6 +274,19 @@ def test_the_command_refuses_before_anything_starts(
     path.write_text(TINY.replace(*change))
     done = cli("run", str(path), "--out", str(tmp_path / "out"), *options)
     assert done.code == 2 and sentence in done.err and not (tmp_path / "out").exists()
+
+
+def test_nothing_is_resumed_while_somebody_works_on_it_or_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "tiny.toml", tmp_path / "20260101-000000-tiny"
+    path.write_text(TINY, encoding="utf-8")
+    with locked(folder, "experiment"):
+        done = cli("run", str(path), "--resume", str(folder))
+    assert done.code == 2 and "another experiment is at work there" in done.err
+    monkeypatch.setattr(run_folder, "_SPARE_BYTES", 10**18)
+    done = cli("run", str(path), "--resume", str(folder))
+    assert done.code == 2 and "free some space" in done.err and not (folder / "sim").exists()
 
 
 def test_resume_is_for_experiments() -> None:

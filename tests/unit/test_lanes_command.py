@@ -13,6 +13,7 @@ from testbed.fabric.live.addresses import Plan, PortKind
 from testbed.fabric.live.lanes import queues_of
 from testbed.fabric.live.tc import ets_qdisc, prio_qdisc, read_bands
 from testbed.fabric.spec import ClusterSpec, LaneDiscipline
+from tests.unit.test_cli import testbed as cli
 
 UNKNOWN = "Specified qdisc kind is unknown (ENOENT)"
 
@@ -29,6 +30,23 @@ def test_every_discipline_has_its_line(capsys: pytest.CaptureFixture[str], monke
     assert "99.00 % / 1 %" in rows["htb"] and "99.59 % / 0.415 %" in rows["ets"] and "19.7 us" in rows["ets"]
     assert "100 % / 0 %" in rows["prio"] and "for ever" in rows["prio"]
     assert "as offered" in rows["none"] and "99.90 % / 0.104 %" in rows["infiniband"]
+
+
+def test_a_run_refuses_tables_that_never_serve_what_it_needs_and_warns_of_others(tmp_path: Path) -> None:
+    file, out = tmp_path / "opensm.conf", ["--world", "sim", "--out", str(tmp_path / "runs")]
+    small = {"cluster.lanes": "infiniband", "cluster.opensm": str(file), "workload.agents": 1, "workload.max_turns": 1}
+    settings = [text for key, value in small.items() for text in ("--set", f"{key}={value}")]
+    for lane, more, tables in (
+        ("KV", [], "qos_vlarb_high 0:192\nqos_vlarb_low 0:64,2:0\n"),
+        ("model traffic", ["--set", "collectives.transport=rdma"], "qos_vlarb_high 3:1\nqos_vlarb_low 2:64\n"),
+    ):
+        file.write_text(f"qos_high_limit 10\n{tables}")
+        done = cli("run", "quickstart", *out, *settings, *more)
+        assert done.code == 2 and f"{file}: {lane} has a share of 0 even when all others idle" in done.err
+    assert not (tmp_path / "runs").exists()
+    file.write_text("qos_high_limit 255\nqos_vlarb_high 0:192\nqos_vlarb_low 2:64\n")
+    done = cli("run", "quickstart", *out, *settings)
+    assert done.code == 0 and f"warning: {file}: KV has a share of 0" in done.err
 
 
 def test_tables_of_a_file_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -30,7 +30,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "testbed.fabric.arbiter",
         "testbed.fabric.spec",
     },
-    "testbed.sweep": {"testbed.errors", "testbed.runtime.plan", "testbed.metrics", "scenarios", "topologies"},
+    "testbed.sweep": {
+        "testbed.errors",
+        "testbed.runtime.plan",
+        "testbed.metrics",
+        "testbed.fabric.live.syscalls",
+        "scenarios",
+        "topologies",
+    },
     "testbed.experiment": {
         "testbed.errors",
         "testbed.metrics",

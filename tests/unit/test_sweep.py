@@ -341,9 +341,48 @@ def test_ctrl_c_leaves_what_is_done(tmp_path: Path, how: signal.Signals) -> None
         time.sleep(0.02)
     process.send_signal(how)
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 128 + how
     assert "of 4 runs are in" in said and "--resume does the rest" in said and "Traceback" not in said
     assert list(runs.glob("*/*/metrics.json"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from testbed.sweep.pool import Task, run_all
+
+def work(subject):
+    print(os.getpid(), flush=True)
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        print("tidied up")
+
+run_all([Task(subject=0, output=Path(sys.argv[1]))], work, 1, lambda job, how: None)
+"""
+
+
+def test_runs_end_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(output)])
+    deadline = time.monotonic() + 20
+    while not (output.exists() and output.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run = Path("/proc") / output.read_text().split("\n")[0] / "stat"
+    process.kill()
+    process.wait()
+    while run.exists() and ") Z " not in run.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert time.monotonic() < deadline
+    assert output.read_text().endswith("tidied up\n")
+
+
+def test_a_run_whose_output_cannot_be_written_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ends: list[str] = []
+    missing = tmp_path / "missing" / "output.txt"
+    run_all([Task(subject=0, output=missing)], lambda _: 0, 1, lambda _, how: ends.append(how))
+    assert ends == ["ended with exit code 2"]
+    assert capfd.readouterr().err == f"error: {missing}: cannot be written (No such file or directory)\n"
 
 
 def test_the_examples_of_the_page_are_sweeps(tmp_path: Path) -> None:
