@@ -1,39 +1,18 @@
-"""What may be left of a request when it has ended: nothing. A generic walk, so that a new queue is watched at once.
+"""What may be left of a request when it has ended: nothing, as the check world's conservation has it, in other worlds.
 
 Every container of every machine must be empty, every pool unused, no grant open, no deadline set, no sequence known to
-a GPU; exceptions are listed by name, with the reason.
+a GPU, no round of collectives under way.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from emulators.collectives import ExpertGroup, Phase
-from testbed.fabric.check.checkers.conservation import kept_pages
-from testbed.protocol.pages import PagePool
+from testbed.fabric.check.checkers.conservation import left_in
 from tests.support.local_world import LocalWorld
 from tests.support.sim_cluster import SimCluster
-
-LASTING = {
-    "_ended": "names of ended requests, bounded: late messages are known by them",
-    "contexts": "the agents' own memory",
-    "outcomes": "the result",
-    "scripts": "the input",
-    "starts_ns": "the input",
-    "tool_delay_ns": "the input",
-    "group_tokens": "a figure per group",
-    "read_queues": "a figure per node",
-    "_turn": "a figure per kind",
-    "_serials": "a figure per group",
-    "_told": "what the leaders' next reports will include",
-    "_servers": "the cluster",
-}
-INNER = {
-    "outstanding": "figures that must all be back to zero",
-    "private": "queues that must all be empty",
-}
 
 
 def leaks(world: LocalWorld | SimCluster) -> list[str]:
@@ -52,23 +31,7 @@ def leaks(world: LocalWorld | SimCluster) -> list[str]:
 
 
 def _machine_leaks(machine: Any) -> Iterator[str]:
+    yield from left_in(machine)
     for key, value in vars(machine).items():
-        if key in LASTING:
-            continue
-        if isinstance(value, PagePool):
-            kept = kept_pages(machine, value)
-            if value._holds != kept or value.free + len(kept) != value.capacity:
-                yield f"{key}: {value.used} of {value.capacity} pages used, {len(kept)} by the cache"
-        elif key in INNER:
-            if any(value.values()):
-                yield f"{key}: {value}"
-        elif isinstance(value, dict | list | set | deque | tuple):
-            if value:
-                yield f"{key}: {len(value)} left ({str(value)[:200]})"
-        elif isinstance(value, ExpertGroup):
-            if value.phase is not Phase.IDLE or any(value._arrived.values()):
-                yield f"{key}: {value.phase.value}, shards {value._arrived}"
-        elif type(value).__name__ == "Persister":
-            yield from (f"persister.{left}" for left in _machine_leaks(value))
-        elif key in ("forward", "computing") and value is not None:
-            yield f"{key}: still there"
+        if isinstance(value, ExpertGroup) and (value.phase is not Phase.IDLE or any(value._arrived.values())):
+            yield f"{key}: {value.phase.value}, shards {value._arrived}"

@@ -42,7 +42,7 @@ def of_role(role: Any) -> Iterator[str]:
 
 def at_rest(role: Any) -> Iterator[str]:
     """What a role still holds although every request has ended and nothing is in flight."""
-    for left in _left_in(role.machine):
+    for left in left_in(role.machine):
         yield f"{role.name}.{left}"
     if len(role.grants):
         yield f"{role.name}: {len(role.grants)} grants are open"
@@ -60,13 +60,16 @@ def kept_pages(machine: Any, pool: PagePool) -> dict[int, int]:
     return dict.fromkeys(cache.lru.values(), 1) if cache is not None and cache.pool is pool else {}
 
 
-def _left_in(machine: Any) -> Iterator[str]:
+def left_in(machine: Any) -> Iterator[str]:
+    """What a machine still holds of requests: any container, any page, whatever is not named above. A generic walk, so
+    that a new queue is watched at once.
+    """
     for key, value in vars(machine).items():
         if key in LASTING:
             continue
         if isinstance(value, PagePool):
             kept = kept_pages(machine, value)
-            if value._holds != kept:
+            if value._holds != kept or value.free + len(kept) != value.capacity:
                 cached = f", {len(kept)} of them by the cache" if kept else ""
                 yield f"{key}: {value.used} of {value.capacity} pages are held{cached}"
         elif key in FIGURES:
@@ -76,6 +79,6 @@ def _left_in(machine: Any) -> Iterator[str]:
             if value:
                 yield f"{key}: {len(value)} left"
         elif type(value).__name__ == "Persister":
-            yield from (f"persister.{left}" for left in _left_in(value))
+            yield from (f"persister.{left}" for left in left_in(value))
         elif key in ("forward", "computing") and value is not None:
             yield f"{key}: still there"
