@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from emulators.dram_cache import DramCache
 from testbed.protocol.pages import PagePool
 
-PAGES, CAPACITY = 8, 4
+PAGES, CAPACITY = 5, 3
 
 
 class Cache(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class Cache(RuleBasedStateMachine):
         self.kept: list[tuple[int, int]] = []  # (key, page), least recently used first
         self.others: Counter[int] = Counter()
 
-    @rule(count=st.integers(0, PAGES))
+    @rule(count=st.integers(1, 3))
     def take(self, count: int) -> None:
         mine = {page for _, page in self.kept}
         need = count - (PAGES - len(mine | set(self.others)))
@@ -37,7 +37,7 @@ class Cache(RuleBasedStateMachine):
             self.others.update(pages)
 
     @precondition(lambda self: self.others)
-    @rule(data=st.data(), keys=st.lists(st.integers(0, 9), unique=True, max_size=5))
+    @rule(data=st.data(), keys=st.lists(st.integers(0, 4), unique=True, max_size=3))
     def keep(self, data: st.DataObject, keys: list[int]) -> None:
         free = sorted(set(self.others) - {page for _, page in self.kept})
         keys = keys[: len(free)]
@@ -48,7 +48,7 @@ class Cache(RuleBasedStateMachine):
             self.kept = [e for e in self.kept if e[0] != key] + [there]
         self.kept = self.kept[-CAPACITY:]
 
-    @rule(keys=st.lists(st.integers(0, 9), unique=True, max_size=5))
+    @rule(keys=st.lists(st.integers(0, 4), unique=True, max_size=3))
     def lend(self, keys: list[int]) -> None:
         used = [e for key in keys for e in self.kept if e[0] == key]
         assert self.cache.lend(keys) == dict(used)
