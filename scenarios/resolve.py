@@ -41,6 +41,7 @@ from topologies.tomlinput import nearest
 
 WAIT_DEADLINE_NS = 60 * NS_PER_S
 MOST_TOOL_DELAY_S = 86_400
+LEAST_BANDWIDTH_SCALE = 0.001
 
 _RATES = ("effective_flops", "effective_attention_flops")
 
@@ -127,6 +128,11 @@ def scale_of(scenario: Scenario, model: ModelSpec) -> FittedScale:
         ConfigError: scales that leave no bytes, or that are none.
     """
     s = scenario.scale
+    if 0 < s.bandwidth < LEAST_BANDWIDTH_SCALE:
+        raise ConfigError(
+            f"scale.bandwidth is {s.bandwidth:g}, but it must be at least {LEAST_BANDWIDTH_SCALE:g}: it divides the "
+            "paper's rates, as 8000 does."
+        )
     return Scale(
         bandwidth_scale=s.bandwidth, time_scale=s.time, length_scale=s.length, agents_scale=s.agents, gpus_scale=s.gpus
     ).fit(model)
@@ -260,6 +266,8 @@ def _collectives(
     if section.transport == "off":
         return None
     layers = section.layers or scenario.protocol.layer_group
+    if layers > scale.model.layers:
+        raise ConfigError(f"collectives.layers is {layers}, but the model has {scale.model.layers} layers.")
     collectives = scale.collectives(cost, section.transport, layers, cluster.cnic_rate_bps)
     for group in roles.groups:
         if len(group.engines) < 2:

@@ -59,7 +59,7 @@ def check(request: CheckRequest) -> int:
     if request.replay is not None:
         return _replay(request.replay)
     for name, value in (("seeds", request.seeds), ("max-states", request.max_states), ("memory-gb", request.memory_gb)):
-        if value <= 0:
+        if not 0 < value < float("inf"):
             raise ConfigError(f"--{name} is {value}, but it must be positive.")
     if request.faults is not None and request.faults < 0:
         raise ConfigError(f"--faults is {request.faults}, but it must be 0 or more.")

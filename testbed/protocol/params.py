@@ -84,9 +84,15 @@ class ProtocolParams:
             "de_hbm_pages",
             "read_window_blocks",
             "split_least_blocks",
+            "persist_window_blocks",
+            "max_decode_batch",
+            "storage_pages",
+            "queue_limit",
         ):
             if getattr(self, key) < 1:
                 raise ConfigError(f"protocol.{key} is {getattr(self, key)}, but it must be at least 1.")
+        if not 0 < self.z_factor < float("inf"):
+            raise ConfigError(f"protocol.z_factor is {self.z_factor:g}, but it must be a positive number.")
 
     @property
     def steps(self) -> tuple[tuple[int, int], ...]:

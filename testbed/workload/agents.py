@@ -27,6 +27,7 @@ SYNTHETIC_TOKENS = 64
 """Paper tokens of the synthetic first round; UNKNOWN in the paper. One block is the least that changes every block."""
 
 
+MOST_ARRIVALS_S = 365 * 86_400
 MOST_AGENTS = 100_000
 """Each is a script in memory, long before anything runs."""
 
@@ -152,9 +153,14 @@ def poisson_starts_ns(agents: int, arrivals_per_second: float, seed: int) -> lis
     """Start times of an online run: Poisson arrivals at the given emulated rate (APS), the first after a gap.
 
     Raises:
-        ConfigError: a rate that is not positive.
+        ConfigError: a rate that is not positive, or so low that nobody could wait for it.
     """
     if not 0 < arrivals_per_second < float("inf"):
         raise ConfigError(f"workload: {arrivals_per_second} agents per second, but the rate must be positive.")
+    if agents / arrivals_per_second > MOST_ARRIVALS_S:
+        raise ConfigError(
+            f"workload: {agents} agents at {arrivals_per_second:.3g} per emulated second arrive over more than a year; "
+            "raise workload.arrivals."
+        )
     gaps = np.random.default_rng([seed, agents]).exponential(1 / arrivals_per_second, agents)
     return [int(t) for t in np.round(np.cumsum(gaps) * NS_PER_S)]
