@@ -33,7 +33,23 @@ def stands_for(scenario: Scenario, plan: RunPlan) -> str:
     if (s := scenario.submission).on:
         request = (s.work_request_s + s.doorbell_s / s.doorbell_batch) * 1e6
         parts.append(f"submission of {s.copy_s * 1e6:g} us per copy, {request:.3g} us per RDMA write request")
+    parts += _departures(scenario)
     return "Stands for " + "; ".join(parts) + "."
+
+
+def _departures(scenario: Scenario) -> list[str]:
+    """What the paper's testbed and replay do not have."""
+    p = scenario.protocol
+    parts = []
+    if scenario.cluster.storage_share:
+        parts.append(f"storage limited to {scenario.cluster.storage_share:g} of all SNICs")
+    if p.dram_cache_bytes:
+        parts.append(f"{p.dram_cache_bytes / 1e9:g} GB of DRAM cache per node")
+    if p.write_back == "free":
+        parts.append("new blocks in storage from the start, written back for nothing")
+    if scenario.workload.tool_delay_s:
+        parts.append(f"tool calls of {scenario.workload.tool_delay_s:g} s")
+    return parts
 
 
 def gpu_departures(section: GpuSection) -> list[str]:

@@ -193,6 +193,18 @@ def test_the_first_line_names_every_departure() -> None:
     assert "as fast" not in line and "gpu.decode_base_s set to 0.5" in line
 
 
+def test_the_first_line_names_what_the_paper_does_not_have() -> None:
+    departures = {
+        "cluster.storage_share=0.5": "storage limited to 0.5 of all SNICs",
+        "protocol.dram_cache_bytes=50000000000": "50 GB of DRAM cache per node",
+        "protocol.write_back=free": "written back for nothing",
+        "workload.tool_delay_s=2": "tool calls of 2 s",
+    }
+    plain, line = load().stands_for, load(*departures).stands_for
+    for said in departures.values():
+        assert said in line and said not in plain
+
+
 def test_gpus_are_faster_in_every_respect() -> None:
     gpu, paper = load("gpu.speedup=4", "gpu.prefill_base_s=0.1").plan.cost.gpu, HOPPER["ds-27b"]
     assert gpu.effective_flops == 4 * paper.effective_flops
