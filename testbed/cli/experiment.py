@@ -7,6 +7,7 @@ Invariant: nothing is made or started before the configuration of every variant 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +69,9 @@ def run_experiment(request: ExperimentRequest) -> int:
     experiment = read_experiment(request.experiment)
     worlds = _worlds(experiment, request.world)
     jobs, unsupported = _jobs(experiment, worlds, request)
+    if not any(jobs.values()):
+        first = f"; {unsupported[0].variant}: {unsupported[0].reason}" if unsupported else "."
+        raise HostError(f"experiment {experiment.name}: no variant of it can run here {' or '.join(worlds)}{first}")
     if "live" in worlds:
         refuse_hidden(request.resume or request.out)
     folder = _folder(experiment, request)
@@ -172,9 +176,8 @@ def _repeated(job: _Job, number: int) -> _Job:
 def _folder(experiment: Experiment, request: ExperimentRequest) -> Path:
     if request.resume is None:
         return run_folder.create(request.out, experiment.name, datetime.now())
-    if not request.resume.is_dir() or not request.resume.resolve().name.partition("-")[2].partition("-")[2].startswith(
-        experiment.name
-    ):
+    named = re.compile(rf"\d+-\d+-{re.escape(experiment.name)}(-\d+)?")
+    if not request.resume.is_dir() or not named.fullmatch(request.resume.resolve().name):
         raise ConfigError(f"--resume {request.resume}: is no folder of the experiment {experiment.name}.")
     return request.resume.resolve()
 

@@ -84,7 +84,8 @@ def _document(outcome: Outcome, runs: Sequence[RunEnd]) -> dict[str, Any]:
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """Print figures, expectations, agreement and verdict."""
     console.print(outcome.experiment.question, soft_wrap=True, markup=False)
-    console.print(_figures(outcome))
+    if outcome.experiment.figures:
+        console.print(_figures(outcome))
     for j in outcome.judged:
         state = "TRUE " if j.holds else "FALSE"
         console.print(f"{state} {j.world:4} {j.name}: {j.text}", soft_wrap=True, markup=False)

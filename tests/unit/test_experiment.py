@@ -204,6 +204,10 @@ def test_a_discipline_that_the_kernel_lacks_is_skipped_live(tmp_path: Path, monk
     assert [job.variant for job in jobs["live"]] == ["as-is"] and len(jobs["sim"]) == 4
     (one,) = unsupported
     assert str(one).startswith("UNSUPPORTED live, fast: this kernel has no lanes ets (ENOENT)")
+    path.write_text(text.replace("gpu.speedup = 10 ", 'gpu.speedup = 10, cluster.lanes = "ets"'))
+    done = cli("run", str(path), "--world", "live", "--out", str(tmp_path / "out"))
+    assert done.code == 2 and "no variant of it can run here live; as-is: this kernel has no lanes ets" in done.err
+    assert not (tmp_path / "out").exists()
 
 
 TINY = """
@@ -265,6 +269,7 @@ def test_a_real_experiment_in_the_sim_world(tmp_path: Path) -> None:
         (("quickstart", "quickstart"), ["--world", "live"], "does not run in the world 'live'"),
         (("quickstart", "quickstart"), ["--systems", "basic"], "leave out --systems"),
         (("quickstart", "quickstart"), ["--resume", "."], "is no folder of the experiment tiny"),
+        (("quickstart", "quickstart"), ["--resume", "20260101-000000-tinyer"], "is no folder of the experiment tiny"),
     ],
 )
 def test_the_command_refuses_before_anything_starts(
@@ -272,6 +277,8 @@ def test_the_command_refuses_before_anything_starts(
 ) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY.replace(*change))
+    (tmp_path / "20260101-000000-tinyer").mkdir()
+    options = [str(tmp_path / option) if option.startswith("2026") else option for option in options]
     done = cli("run", str(path), "--out", str(tmp_path / "out"), *options)
     assert done.code == 2 and sentence in done.err and not (tmp_path / "out").exists()
 
