@@ -9,13 +9,23 @@ from __future__ import annotations
 import sys
 
 from testbed.errors import TestbedError
-from tests.bench import bench_cluster, bench_dataplane, bench_lanes, bench_network, bench_ratio, bench_shaped, bench_sim
+from tests.bench import (
+    bench_cluster,
+    bench_dataplane,
+    bench_isolation,
+    bench_lanes,
+    bench_network,
+    bench_ratio,
+    bench_shaped,
+    bench_sim,
+)
 
 BENCHMARKS = {
     "dataplane": bench_dataplane.main,
     "shaped": bench_shaped.main,
     "network": bench_network.main,
     "lanes": bench_lanes.main,
+    "isolation": bench_isolation.main,
     "cluster": bench_cluster.main,
     "ratio": bench_ratio.main,
     "sim": bench_sim.main,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ MOST_SPREAD = 0.05
 """Largest over smallest ratio of the same scenario, less 1."""
 
 
-def result_of(scenario: str) -> tuple[str, dict[str, Any]]:
-    """How a run ended ("valid", or why not) and its ``metrics.json``, empty if it left none."""
+def result_of(request: RunRequest) -> tuple[str, dict[str, Any]]:
+    """How a run ended ("valid", or why not) and its ``metrics.json``, empty if it left none; nothing else stays."""
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder:
         try:
-            code = run(RunRequest(scenario=scenario, out=Path(folder), quiet=True))
+            code = run(replace(request, out=Path(folder), quiet=True))
         except TestbedError as error:
             return str(error), {}
         files = list(Path(folder).glob("*/metrics.json"))
@@ -37,7 +38,7 @@ def result_of(scenario: str) -> tuple[str, dict[str, Any]]:
 
 def judged(scenario: str) -> tuple[bool, float | None]:
     """Run a scenario and print its verdicts; whether it is valid and all hold, and the ratio if there is one."""
-    outcome, metrics = result_of(scenario)
+    outcome, metrics = result_of(RunRequest(scenario=scenario))
     verdicts = metrics.get("verdicts", [])
     for verdict in verdicts:
         measured = verdict["measured"]

@@ -86,6 +86,16 @@ def test_what_is_built_is_what_was_specified(spec: ClusterSpec) -> None:
 
 
 @pytest.mark.live
+@pytest.mark.stock_kernel
+def test_no_stream_paces_itself_whatever_the_host_does() -> None:
+    def used(network: Network) -> str:
+        with network.inside("pe0gpu0"), socket.socket() as stream:
+            return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+    assert on_network(small_spec(gpus=1), used) == "reno"
+
+
+@pytest.mark.live
 def test_it_can_be_built_again_after_it_was_closed() -> None:
     def body() -> list[str]:
         with Network(small_spec(gpus=1)) as network:

@@ -37,6 +37,9 @@ _SETTINGS = (
     ("ipv4/conf/default/rp_filter", b"0"),
     ("ipv4/ping_group_range", b"0 0"),
     ("ipv6/conf/default/disable_ipv6", b"1"),
+    # RDMA neither paces itself nor starts slowly after a pause; a host's default (bbr) may do both.
+    ("ipv4/tcp_congestion_control", b"reno"),
+    ("ipv4/tcp_slow_start_after_idle", b"0"),
 )
 # A switch is no firewall: where br_netfilter is loaded, every frame would pass the host's packet filter hooks.
 _BRIDGE_FILTER = "bridge/bridge-nf-call-iptables"

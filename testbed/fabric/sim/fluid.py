@@ -37,8 +37,8 @@ from testbed.units import NS_PER_S
 
 __all__ = ["Discipline", "FluidNetwork", "Lane", "Resource"]
 
-WINDOW_BYTES = 256 * 1024
-"""What a stream has in a queue of packets at most: the send buffer of a data socket in the live world."""
+WINDOW_BYTES = 368 * 1024
+"""What a stream has in a queue of packets at most: the payload that the send buffer of a live data socket holds."""
 WORK_PER_BYTE = 8 * NS_PER_S
 """Work is bits x 1e9, so that rate (bits per second) x time (ns) is work, without a division."""
 
