@@ -187,7 +187,10 @@ def _plan(one: _Simulation) -> RunPlan:
     plan = resolve("confirm", scenario, Path("unmade"))
     memory_over_cnic = one.at.memory_ratio * one.at.s
     return replace(
-        plan, cluster=replace(plan.cluster, dram_rate_bps=round(memory_over_cnic * plan.cluster.cnic_rate_bps))
+        plan,
+        cluster=replace(plan.cluster, dram_rate_bps=round(memory_over_cnic * plan.cluster.cnic_rate_bps)),
+        # The equations know of rates alone: transfers wait in one queue, not for the turns of source memories.
+        sim=replace(plan.sim, cnic="fifo"),
     )
 
 
