@@ -57,7 +57,7 @@ def measure(plan: RunPlan) -> int:
 
 
 async def _roles(plan: RunPlan, network: Network, begin: float) -> dict[str, float]:
-    nothing = WarmBlocks(entries=(), directory=plan.run_dir)
+    nothing = WarmBlocks(entries=(), keys=(), directory=plan.run_dir)
     specs = role_specs(plan, plan.systems[-1], network, plan.run_dir / "storage", nothing)
     async with RoleGroup(specs, plan.run_dir) as group:
         await group.ready()

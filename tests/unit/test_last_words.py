@@ -52,7 +52,7 @@ def warm(tmp_path: Path) -> WarmBlocks:
     block = tmp_path / "warm" / "0a" / f"{10:016x}.kv"
     block.parent.mkdir(parents=True)
     block.write_text("kv")
-    return WarmBlocks(entries=((10, 0),), directory=tmp_path / "warm")
+    return WarmBlocks(entries=((10, 0),), keys=(10,), directory=tmp_path / "warm")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV])
