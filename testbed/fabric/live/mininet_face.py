@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _IFLA_IFNAME = 3
 _LINK_ATTRIBUTES = 32
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _LINKS = encode_dump(RTM_GETLINK)
+_CARRIER_WAIT_S = 2.0
 
 
 class PlanTopo(Topo):  # type: ignore[misc]
@@ -100,11 +102,13 @@ class ClusterIntf(Intf):  # type: ignore[misc]
             return "UP"
         index, flags = found
         if arguments in (("up",), ("down",)):
-            other = self.link.intf2.node if self.link.intf1 is self else self.link.intf1.node
-            if isinstance(other, ClusterSwitch):
+            other = self.link.intf2 if self.link.intf1 is self else self.link.intf1
+            if isinstance(other.node, ClusterSwitch):
                 return ""
             message = raise_message(index) if arguments == ("up",) else lower_message(index)
             self.node.network.socket(self.node.name).run([message])
+            if arguments == ("up",):
+                _await_carrier(self, other)
             return ""
         return "UP" if flags & _IFF_UP else "DOWN"
 
@@ -130,6 +134,13 @@ class ClusterIntf(Intf):  # type: ignore[misc]
     def delete(self) -> None:
         """The network deletes its own interfaces."""
         self.node.delIntf(self)
+
+
+def _await_carrier(*ends: ClusterIntf) -> None:
+    """Carriers travel through a kernel work queue, up to a second; what is sent before is lost."""
+    deadline = time.monotonic() + _CARRIER_WAIT_S
+    while any(end.status() == "NO-CARRIER" for end in ends) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class ClusterLink(Link):  # type: ignore[misc]
