@@ -109,11 +109,7 @@ class DecodeEngine(GroupMember[_Sequence]):
         cost: CostModel,
         group: ExpertGroup | None = None,
     ) -> None:
-        super().__init__(engine, params)
-        self.leader = leader
-        self.group = group
-        self.system = system
-        self.cost = cost
+        super().__init__(engine, leader, system, params, cost, group)
         self.hbm = PagePool(capacity=params.de_hbm_pages, page_bytes=params.layout.full_block_bytes)
         self.issuer = GrantIssuer()
         self.waiting: deque[str] = deque()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from emulators.base import R, RoleMachine, unexpected
 from emulators.collectives import DEADLINE, ExpertGroup, Phase
 from testbed.errors import PeerError
+from testbed.protocol.batching import CostModel
 from testbed.protocol.machine import DeadlinePassed, Event, ShardArrived
+from testbed.protocol.params import ProtocolParams, SystemConfig
 
 
 class GroupMember(RoleMachine[R]):
@@ -14,7 +16,20 @@ class GroupMember(RoleMachine[R]):
     Subclasses say what their batch is (``has_batch``, ``batch``), and go on in ``part_over``.
     """
 
-    group: ExpertGroup | None = None
+    def __init__(
+        self,
+        engine: str,
+        leader: str,
+        system: SystemConfig,
+        params: ProtocolParams,
+        cost: CostModel,
+        group: ExpertGroup | None = None,
+    ) -> None:
+        super().__init__(engine, params)
+        self.leader = leader
+        self.group = group
+        self.system = system
+        self.cost = cost
 
     def has_batch(self) -> bool:
         """Whether a batch runs, or waits to be run: a round is not to be entered without it."""

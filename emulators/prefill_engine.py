@@ -144,11 +144,7 @@ class PrefillEngine(GroupMember[_Prompt]):
         cost: CostModel,
         group: ExpertGroup | None = None,
     ) -> None:
-        super().__init__(engine, params)
-        self.leader = leader
-        self.group = group
-        self.system = system
-        self.cost = cost
+        super().__init__(engine, leader, system, params, cost, group)
         self.hbm = PagePool(capacity=params.pe_hbm_pages, page_bytes=params.pe_page_bytes)
         self.issuer = GrantIssuer()
         self.runnable: deque[str] = deque()
