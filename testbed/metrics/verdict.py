@@ -83,6 +83,15 @@ def invalid_reasons(result: ResultView, ledger: Sequence[LedgerEntry], limits: L
     return reasons
 
 
+def _resent(run: SystemView) -> str:
+    """What of a wrong ledger may be TCP's doing."""
+    most = max(run.segments_resent, key=run.segments_resent.__getitem__, default="")
+    if not most or not run.segments_resent[most]:
+        return ""
+    total = sum(run.segments_resent.values())
+    return f"; TCP sent {total} segments twice, {run.segments_resent[most]} of them from {most}"
+
+
 def _system_reasons(run: SystemView, ledger: Sequence[LedgerEntry], limits: Limits) -> list[str]:
     reasons = []
     if run.packets_dropped:
@@ -96,7 +105,7 @@ def _system_reasons(run: SystemView, ledger: Sequence[LedgerEntry], limits: Limi
         named = [f"{e.resource} {e.error:+.1%}" for e in wrong]
         reasons.append(
             f"{run.system}: the traffic ledger is off by more than {limits.ledger_tolerance:.1%}, "
-            f"{_listed(named, 'resources')}."
+            f"{_listed(named, 'resources')}{_resent(run)}."
         )
     late = [(name, ms) for name, report in run.reports.items() if (ms := _lag_ms(report)) > limits.lag_p99_ms]
     if late:

@@ -138,6 +138,11 @@ class SystemView(Protocol):
         ...
 
     @property
+    def segments_resent(self) -> Mapping[str, int]:
+        """TCP segments sent again during the run, by host."""
+        ...
+
+    @property
     def tokens_verified(self) -> int:
         """Tokens that equal the reference's."""
         ...

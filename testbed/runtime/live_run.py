@@ -23,7 +23,7 @@ from emulators.storage_server import StorageServer
 from testbed.errors import HostError, RunFailedError
 from testbed.fabric.live.blockstore import BlockStore
 from testbed.fabric.live.calibrate import calibrate
-from testbed.fabric.live.counters import LinkCounter, read_counters, total_drops
+from testbed.fabric.live.counters import LinkCounter, read_counters, segments_resent, total_drops
 from testbed.fabric.live.forkserver import RoleGroup
 from testbed.fabric.live.memory import Memory
 from testbed.fabric.live.network import Network
@@ -107,6 +107,7 @@ async def _run_system(
         await group.ready()
         before = read_counters(network)
         dropped_before = total_drops(network)
+        resent_before = segments_resent(network)
         cpu_before = _host_cpu()
         started_ns = time.monotonic_ns()
         await group.start()
@@ -126,6 +127,7 @@ async def _run_system(
         cpu_after = _host_cpu()
         after = read_counters(network)
         dropped = total_drops(network) - dropped_before
+        resent = segments_resent(network)
         samples.append(_snic_sample(after, before))
         peaks.look(samples[-1].at_ns, _pcie_bytes(after))
         reports = await group.stop()
@@ -142,6 +144,7 @@ async def _run_system(
         reports={name: report for name, report in reports.items() if isinstance(report, dict)},
         host_cpu_share=_cpu_share(cpu_before, cpu_after),
         packets_dropped=dropped,
+        segments_resent={host: count - resent_before[host] for host, count in resent.items()},
     )
 
 

@@ -36,6 +36,8 @@ class SystemRun:
     """Share of the host's CPU time in use during the run, by anybody (0 to 1); 0 where time is virtual."""
     packets_dropped: int = 0
     """Packets dropped anywhere in the cluster during the run, by queues and by interfaces."""
+    segments_resent: Mapping[str, int] = field(default_factory=dict)
+    """TCP segments sent again during the run, by host."""
     tokens_verified: int = 0
     wrong_tokens: list[str] = field(default_factory=list)
     """One sentence per round whose tokens differ from the reference."""

@@ -49,7 +49,7 @@ MISMARKED = Flow(
 )
 CASES: dict[str, tuple[Callable[[Network], None], Flow]] = {
     "whole": (lambda network: None, KV),
-    "filter-removed": (lambda network: link_control.remove_filter(network, PORT, 1), KV),
+    "filter-removed": (lambda network: link_control.remove_lane_filter(network, PORT), KV),
     "lanes-swapped": (lambda network: link_control.swap_lanes(network, PORT), KV),
     "copy-engine": (lambda network: None, PAST_THE_CNIC),
     "kv-marked-EF": (lambda network: None, MISMARKED),

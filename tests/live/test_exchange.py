@@ -6,6 +6,7 @@ import asyncio
 import functools
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 
 from testbed.capture.lanes import Cargo, Lane, judge
 from testbed.capture.packets import read_packets
-from testbed.fabric.live.counters import read_counters
+from testbed.fabric.live.counters import LinkCounter, read_counters
 from testbed.fabric.live.forkserver import RoleGroup
 from testbed.fabric.live.lanes import EXPEDITED_FORWARDING
 from testbed.fabric.live.memory import Memory
@@ -109,10 +110,19 @@ def _try(network: Network, roles: tuple[str, ...]) -> Seen:
         before = read_counters(network, CNIC)[f"{CNIC}.read"]
         with recording(network, (CNIC,), Path(name)):
             latencies_ns, reports = asyncio.run(main(Path(name)))
-        after = read_counters(network, CNIC)[f"{CNIC}.read"]
+            after = _drained(network)
         pcap = Path(name, f"{CNIC}.pcap").read_bytes()
     high, kv = after.high - before.high, after.kv - before.kv
     return Seen(statistics.median(latencies_ns), high.payload_bytes, kv.payload_bytes, pcap, reports)
+
+
+def _drained(network: Network) -> LinkCounter:
+    """The counter of what left, once the kernel has sent what the roles had left to it when they ended."""
+    before, after = None, read_counters(network, CNIC)[f"{CNIC}.read"]
+    while after != before:
+        time.sleep(0.02)  # above what a packet takes
+        before, after = after, read_counters(network, CNIC)[f"{CNIC}.read"]
+    return after
 
 
 def _build(cluster: LiveCluster, context: RoleContext) -> LiveRole:

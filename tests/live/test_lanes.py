@@ -122,7 +122,7 @@ def test_the_kernel_tells_lanes_apart_unless_they_are_off(lanes: LaneDiscipline)
 
 
 SABOTAGES: dict[str, tuple[Callable[[Network], None], str]] = {
-    "filter removed": (lambda network: link_control.remove_filter(network, PORT, 1), "lacks the filter into class"),
+    "filter removed": (lambda network: link_control.remove_lane_filter(network, PORT), "lacks the filter into class"),
     "lanes swapped": (lambda network: link_control.swap_lanes(network, PORT), "has a foreign filter into class"),
 }
 
@@ -169,7 +169,7 @@ def test_lanes_that_are_off_cannot_be_spoiled() -> None:
                 return str(error)
         return ""
 
-    assert "no lanes to swap under none" in in_sandbox(body)
+    assert "no filter that tells lanes apart under none" in in_sandbox(body)
 
 
 def test_a_band_with_the_wrong_quantum_or_in_the_wrong_place_is_named() -> None:

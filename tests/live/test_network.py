@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -12,17 +14,19 @@ import pytest
 from testbed.fabric.live import link_control
 from testbed.fabric.live.addresses import Plan
 from testbed.fabric.live.calibrate import PAYLOAD_SHARE, calibrate
-from testbed.fabric.live.counters import LinkCounter, read_counters, total_drops, verify_shaping
-from testbed.fabric.live.lanes import EXPEDITED_FORWARDING
+from testbed.fabric.live.counters import LinkCounter, read_counters, segments_resent, total_drops, verify_shaping
+from testbed.fabric.live.lanes import EXPEDITED_FORWARDING, PACKET_BYTES
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.streams import Flow, run_streams
 from testbed.fabric.spec import ClusterSpec
 from tests.live.sandboxed import in_sandbox, small_spec
+from tests.support.lane_load import message_seconds
 
 Result = TypeVar("Result")
 
 PAYLOAD_BYTES = 2_000_000
 MOST_BPS = 300e6  # measured at a time: little, so that a busy host does not matter
+SEGMENT_BYTES = 1448  # payload of a full one
 ATTEMPTS = 6  # at a figure that other programs on the host can spoil
 
 
@@ -218,7 +222,7 @@ def test_a_link_that_nothing_can_saturate_is_read_back_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("spoil", "needle"),
     [
-        (lambda network: link_control.remove_filter(network, "pe0.cnic0.read", 1), "pe0.cnic0.read lacks the filter"),
+        (lambda network: link_control.remove_lane_filter(network, "pe0.cnic0.read"), "pe0.cnic0.read lacks the filter"),
         (lambda network: link_control.unshape(network, "de0.snic.rx"), "de0.snic.rx (storage:de0.snic) is not shaped"),
         (lambda network: link_control.set_up(network, "pe0gpu1.pcie.rx", False), "pe0gpu1:pcie_rx is down"),
     ],
@@ -291,9 +295,26 @@ def test_the_model_lane_comes_before_kv_and_kv_takes_what_is_left() -> None:
 
 
 @pytest.mark.live
+@pytest.mark.parametrize("tos", [0, EXPEDITED_FORWARDING], ids=["kv", "model"])
+def test_the_end_of_a_message_does_not_overtake_it(tos: int) -> None:
+    """The last packet is as small as an acknowledgement; TCP would send again what that overtook."""
+    super_packet_bytes = PACKET_BYTES // SEGMENT_BYTES * SEGMENT_BYTES
+    size_bytes = 9 * super_packet_bytes + 20
+
+    def look(network: Network) -> tuple[int, int, int]:
+        assert len(message_seconds(network, size_bytes, 8, tos=tos)) == 8
+        with network.inside("pe0gpu1"):
+            names, values = re.findall(r"^TcpExt: (.*)$", Path("/proc/thread-self/net/netstat").read_text(), re.M)
+        out_of_order = dict(zip(names.split(), values.split(), strict=True))["TCPOFOQueue"]
+        return int(out_of_order), segments_resent(network)["pe0gpu0"], total_drops(network)
+
+    assert on_network(small_spec(mbit=20), look) == (0, 0, 0)
+
+
+@pytest.mark.live
 def test_without_its_filter_the_model_lane_is_lost() -> None:
     def look(network: Network) -> dict[str, float]:
-        link_control.remove_filter(network, "pe0.cnic0.read", 1)
+        link_control.remove_lane_filter(network, "pe0.cnic0.read")
         return shares(network, [MODEL, *KV])
 
     assert on_network(small_spec(), look)["model"] < 0.7

@@ -114,7 +114,7 @@ def test_a_lane_filter_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def without(self: Network) -> None:
         build(self)
-        link_control.remove_filter(self, "pe0.cnic0.read", 1)
+        link_control.remove_lane_filter(self, "pe0.cnic0.read")
 
     monkeypatch.setattr(Network, "build", without)
     summary = run_small(tmp_path, turns=1)

@@ -85,9 +85,14 @@ def kv_alone(network: Network, seconds: float) -> float:
 
 
 def message_seconds(
-    network: Network, size_bytes: int, count: int, over: Callable[[], bool] = lambda: False
+    network: Network,
+    size_bytes: int,
+    count: int,
+    over: Callable[[], bool] = lambda: False,
+    *,
+    tos: int = EXPEDITED_FORWARDING,
 ) -> list[float]:
-    """How long messages of the model's take, one after the other, from the first byte in to the last out: ``count`` of
+    """How long messages (the model's) take, one after the other, from the first byte in to the last out: ``count`` of
     them, or until ``over``."""
     there, here = network.endpoints["pe0gpu1.cnic"], network.endpoints["pe0gpu0.cnic"]
     with network.inside(there.host):
@@ -95,7 +100,8 @@ def message_seconds(
     with network.inside(here.host):
         sender = socket.socket()
     with server, sender:
-        sender.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, EXPEDITED_FORWARDING)
+        sender.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * size_bytes)
         sender.bind((here.address, 0))
         sender.connect(server.getsockname())

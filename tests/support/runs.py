@@ -53,6 +53,7 @@ class Run:
     reports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     host_cpu_share: float = 0.5
     packets_dropped: int = 0
+    segments_resent: Mapping[str, int] = field(default_factory=dict)
     tokens_verified: int = 0
     wrong_tokens: list[str] = field(default_factory=list)
 

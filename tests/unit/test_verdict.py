@@ -42,7 +42,12 @@ def test_a_clean_run_is_valid() -> None:
         ({"reports": {"de0": {"data": {"writes_corrupt": 1}}}}, [], "de0: 1 writes landed with a wrong seal"),
         ({"reports": {"pe0gpu0": {"compute": {"busy_ns": 10**9, "overrun_ns": 21_000_000}}}}, [], "took 21 ms more"),
         ({}, [entry(0.021)], "ledger is off by more than 2.0%, pe0.snic.rx +2.1%"),
-        ({}, [entry(-0.5)], "pe0.snic.rx -50.0%"),
+        ({}, [entry(-0.5)], "pe0.snic.rx -50.0%."),
+        (
+            {"segments_resent": {"pe0": 1, "pe0gpu3": 290, "de0": 0}},
+            [entry(0.021)],
+            "pe0.snic.rx +2.1%; TCP sent 291 segments twice, 290 of them from pe0gpu3.",
+        ),
         ({"reports": {"st0": {"lag_p99_ns": 51_000_000}}}, [], "99th percentile above 50 ms), st0 51 ms"),
         ({"host_cpu_share": 0.96}, [], "96% of the host's CPU time"),
     ],

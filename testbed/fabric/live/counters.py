@@ -7,8 +7,8 @@ headers of its own. So for TCP with timestamps (Linux's default) and a class tha
     payload = bytes - packets * (14 + 20 + 32)
 
 which is what ``ClassCount.payload_bytes`` computes. Pure acknowledgements do not disturb it: they have a class of their
-own (``ack``). Segments below 76 payload bytes go there too, and are the error of the formula. Retransmissions count
-as often as they crossed. Copies through the ifbs (PCIe, DRAM) are charged alike.
+own (``ack``). Retransmissions count as often as they crossed; ``segments_resent`` tells them. Copies through the ifbs
+(PCIe, DRAM) are charged alike.
 
 One dump per namespace: the queues under htb's classes are asked for with TCA_DUMP_INVISIBLE, so classes need no
 dump of their own (those go interface by interface).
@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 from pyroute2.netlink.rtnl.ifstatsmsg import ifstatsmsg
 from pyroute2.netlink.rtnl.tcmsg import tcmsg
@@ -30,7 +31,15 @@ from testbed.fabric.live.network import Network
 from testbed.fabric.live.readback import verify_shaping
 from testbed.fabric.live.tc import RTM_GETQDISC, TC_ATTRIBUTES, TC_HEADER, TCA_STATS2
 
-__all__ = ["HEADER_BYTES", "ClassCount", "LinkCounter", "read_counters", "total_drops", "verify_shaping"]
+__all__ = [
+    "HEADER_BYTES",
+    "ClassCount",
+    "LinkCounter",
+    "read_counters",
+    "segments_resent",
+    "total_drops",
+    "verify_shaping",
+]
 
 HEADER_BYTES = 14 + 20 + 32
 """Ethernet, IPv4 and TCP with timestamps: what a data segment carries besides payload."""
@@ -141,6 +150,17 @@ def total_drops(network: Network) -> int:
             if stats is not None and index >= BRIDGE_INDEX:
                 total += sum(_DROPPED.unpack_from(stats, _DROPPED_OFFSET))
     return total
+
+
+def segments_resent(network: Network) -> dict[str, int]:
+    """Segments that TCP has sent again since the cluster was built, by host. Nothing is lost: it should send none."""
+    resent = {}
+    for host in network.hosts:
+        with network.inside(host):
+            lines = Path("/proc/thread-self/net/snmp").read_text().splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        resent[host] = int(dict(zip(names, values, strict=True))["RetransSegs"])
+    return resent
 
 
 def _queues_by_index(network: Network, host: str) -> dict[int, list[_Queue]]:

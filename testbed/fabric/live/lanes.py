@@ -3,7 +3,7 @@
 A port with lanes (paper section 5.1: model traffic is guaranteed about 99 %, KV takes what is left). All of them::
 
     1:  htb root
-    |-- 1:5   pure acknowledgements (IP length below 128), outside the rate: RDMA has none on its data path
+    |-- 1:5   acknowledgements, outside the rate: RDMA has none on its data path
     `-- 1:1   the link rate; what divides it depends on the discipline
 
 htb: classes below 1:1 with guaranteed rates; what one leaves the other takes::
@@ -26,6 +26,10 @@ none: one queue in 1:1 for everything, lanes and sources alike.
 
 A shared resource (a PCIe link, a node's DRAM) has 1:5 and one class 1:20 at the resource's rate, no lanes.
 
+Acknowledgements are TCP's pure ones (IP length below 128, neither PSH nor FIN) and all that a destination answers on a
+data connection (from its port). A small segment of data has PSH, because it ends what was sent, and stays in its lane:
+if it overtook its own stream, TCP would take what it overtook for lost, and send it twice.
+
 Each leaf's queue is the pfifo that its parent makes by itself; its limit is the interface's transmit queue length
 (QUEUE_PACKETS), which saves a message per class. Its memory is bounded further by what the senders may have in flight.
 
@@ -44,6 +48,8 @@ from pyroute2.netlink.rtnl.tcmsg.common import calc_xmittime
 from testbed.fabric.live import tc
 from testbed.fabric.live.addresses import PortKind, ShapedPort
 from testbed.fabric.live.netlink import CHANGE, CREATE, Message, at_index
+from testbed.fabric.live.sockets import DATA_PORT
+from testbed.fabric.live.tc import Key
 from testbed.fabric.spec import LaneDiscipline
 
 QUEUE_PACKETS = 20_000
@@ -52,7 +58,7 @@ QUANTUM_BYTES = 9_000  # above PACKET_BYTES, so that one turn of a round robin b
 LEAST_BURST_BYTES = 1_600  # a segment: what a link that was idle may send for nothing
 BURST_SECONDS = 0.0005  # what a late timer may give back at once
 ACK_RATE_BPS = 1_000_000_000
-SMALL_PACKET_BYTES = 128  # a datagram below this is taken for a pure acknowledgement
+SMALL_PACKET_BYTES = 128  # acknowledgements are below this, with all their options
 
 EXPEDITED_FORWARDING = 0xB8
 """The TOS byte (DSCP EF) that puts a socket's traffic in the high lane."""
@@ -71,6 +77,8 @@ _FIRST_SOURCE = 0x21
 REST = 0x5F
 """Minor number of the queue for whatever has none of its own."""
 _BANDED = (LaneDiscipline.PRIO, LaneDiscipline.ETS)
+_SOURCE_ADDRESS_OFFSET, _PORTS_OFFSET, _FLAGS_OFFSET = 12, 20, 32  # in IPv4 without options, then TCP
+_PUSH_OR_FIN = 0x00090000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +95,11 @@ class HtbClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """One u32 filter of the qdisc ``parent``: IP packets whose 32-bit word at ``offset`` equals ``value`` under
-    ``mask`` go into its class ``target``."""
+    """One u32 filter of the qdisc ``parent``: IP packets to which all ``keys`` apply go into its class ``target``."""
 
     parent: int
     target: int
-    value: int = 0
-    mask: int = 0
-    offset: int = 0
+    keys: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,18 +118,30 @@ class PortQueues:
     matches: tuple[Match, ...]
 
 
+_ACKNOWLEDGEMENTS = (
+    Match(
+        parent=ROOT,
+        target=ACK_CLASS,
+        keys=(
+            Key(value=0, mask=0xFFFF & ~(SMALL_PACKET_BYTES - 1), offset=0),
+            Key(value=0, mask=_PUSH_OR_FIN, offset=_FLAGS_OFFSET),
+        ),
+    ),
+    Match(parent=ROOT, target=ACK_CLASS, keys=(Key(value=DATA_PORT << 16, mask=0xFFFF0000, offset=_PORTS_OFFSET),)),
+)
+
+
 def queues_of(port: ShapedPort) -> PortQueues:
     """What the spec demands of a port."""
     rate = port.rate_bps
     ack_rate = max(ACK_RATE_BPS, rate)
     acks = HtbClass(classid=ACK_CLASS, parent=ROOT, rate_bps=ack_rate, ceil_bps=ack_rate)
-    small = Match(parent=ROOT, target=ACK_CLASS, mask=0xFFFF & ~(SMALL_PACKET_BYTES - 1))
     if port.kind is PortKind.SHARED:
         shared = HtbClass(classid=SHARED_CLASS, parent=ROOT, rate_bps=rate, ceil_bps=rate)
-        return PortQueues(default=SHARED_CLASS, rest=SHARED_CLASS, classes=(acks, shared), matches=(small,))
+        return PortQueues(default=SHARED_CLASS, rest=SHARED_CLASS, classes=(acks, shared), matches=_ACKNOWLEDGEMENTS)
     link = HtbClass(classid=LINK_CLASS, parent=ROOT, rate_bps=rate, ceil_bps=rate)
     if port.lanes is LaneDiscipline.NONE:
-        return PortQueues(default=LINK_CLASS, rest=LINK_CLASS, classes=(acks, link), matches=(small,))
+        return PortQueues(default=LINK_CLASS, rest=LINK_CLASS, classes=(acks, link), matches=_ACKNOWLEDGEMENTS)
     if port.lanes in _BANDED:
         turns = _source_queues(port, TURNS)
         # drr drops what no filter claims, so the last one claims everything
@@ -135,13 +152,13 @@ def queues_of(port: ShapedPort) -> PortQueues:
             classes=(acks, link),
             bands=port.lanes.value,
             turns=turns,
-            matches=(small, _model_traffic(BANDS, HIGH_BAND), *_source_matches(port, TURNS), others),
+            matches=(*_ACKNOWLEDGEMENTS, _model_traffic(BANDS, HIGH_BAND), *_source_matches(port, TURNS), others),
         )
     return PortQueues(
         default=ROOT | REST,
         rest=ROOT | REST,
         classes=(acks, *_guaranteed(port)),
-        matches=(small, _model_traffic(ROOT, HIGH_CLASS), *_source_matches(port, ROOT)),
+        matches=(*_ACKNOWLEDGEMENTS, _model_traffic(ROOT, HIGH_CLASS), *_source_matches(port, ROOT)),
     )
 
 
@@ -167,7 +184,7 @@ def _source_queues(port: ShapedPort, qdisc: int) -> tuple[int, ...]:
 
 
 def _model_traffic(qdisc: int, target: int) -> Match:
-    return Match(parent=qdisc, target=target, value=EXPEDITED_FORWARDING << 16, mask=0x00FC0000)
+    return Match(parent=qdisc, target=target, keys=(Key(value=EXPEDITED_FORWARDING << 16, mask=0x00FC0000, offset=0),))
 
 
 def _source_matches(port: ShapedPort, qdisc: int) -> tuple[Match, ...]:
@@ -175,9 +192,13 @@ def _source_matches(port: ShapedPort, qdisc: int) -> tuple[Match, ...]:
         Match(
             parent=qdisc,
             target=qdisc | (_FIRST_SOURCE + k),
-            value=int(source.network.network_address),
-            mask=int(source.network.netmask),
-            offset=12,
+            keys=(
+                Key(
+                    value=int(source.network.network_address),
+                    mask=int(source.network.netmask),
+                    offset=_SOURCE_ADDRESS_OFFSET,
+                ),
+            ),
         )
         for k, source in enumerate(port.sources)
     )
@@ -215,7 +236,7 @@ def rate_messages(port: ShapedPort) -> list[Message]:
 
 def match_request(match: Match) -> bytes:
     """The request to add a filter."""
-    return tc.u32_filter(match.parent, match.target, match.value, match.mask, match.offset)
+    return tc.u32_filter(match.parent, match.target, match.keys)
 
 
 def redirect_messages(index: int, *, ingress_to: int, egress_to: int) -> list[Message]:

@@ -52,17 +52,22 @@ def set_up(network: Network, port_name: str, up: bool) -> None:
     network.socket(host).run([message])
 
 
-def remove_filter(network: Network, port_name: str, position: int) -> None:
-    """Remove the filter at ``position`` of a port (0: acknowledgements, 1: high lane, 2...: sources of KV).
+def remove_lane_filter(network: Network, port_name: str) -> None:
+    """Remove the filter that puts model traffic of a port into the high lane.
 
     Raises:
-        ConfigError: the port's lanes have no such filter.
+        ConfigError: the port's lanes are not told apart by filters.
     """
     port = _port(network, port_name)
     matches = queues_of(port).matches
-    if position >= len(matches):
-        raise ConfigError(f"{port_name} has {len(matches)} filters under lanes {port.lanes.value}, none at {position}.")
-    network.socket(port.host).run([_removal(port, matches, position)])
+    network.socket(port.host).run([_removal(port, matches, _lane_filter(port, matches))])
+
+
+def _lane_filter(port: ShapedPort, matches: Sequence[Match]) -> int:
+    at = next((k for k, match in enumerate(matches) if match.target in (HIGH_CLASS, HIGH_BAND)), None)
+    if at is None:
+        raise ConfigError(f"{port.name} has no filter that tells lanes apart under {port.lanes.value}.")
+    return at
 
 
 def _removal(port: ShapedPort, matches: Sequence[Match], position: int) -> Message:
@@ -83,9 +88,7 @@ def swap_lanes(network: Network, port_name: str) -> None:
     """
     port = _port(network, port_name)
     queues = queues_of(port)
-    at = next((k for k, match in enumerate(queues.matches) if match.target in (HIGH_CLASS, HIGH_BAND)), None)
-    if at is None:
-        raise ConfigError(f"{port_name} has no lanes to swap under {port.lanes.value}.")
+    at = _lane_filter(port, queues.matches)
     lane = queues.matches[at]
     behind = [k for k, match in enumerate(queues.matches) if k >= at and match.parent == lane.parent]
     swapped = (

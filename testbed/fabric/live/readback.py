@@ -43,6 +43,7 @@ from testbed.fabric.live.tc import (
     TC_HEADER,
     TCA_KIND,
     TCA_OPTIONS,
+    Key,
     read_bands,
     read_drr_quantum,
     tc_request,
@@ -53,6 +54,8 @@ _INFO_SLAVE_DATA = 5
 _BRPORT_MODE = 4
 _HTB_PARMS, _HTB_INIT = 1, 2
 _U32_CLASSID, _U32_SEL, _U32_ACT = 1, 5, 7
+_U32_KEYS = 16  # where the keys of a selector begin
+_U32_KEY = struct.Struct("=4s4sii")  # mask, value, offset, of the next header
 _ACT_OPTIONS, _MIRRED_PARMS = 2, 2
 _LINK_ATTRIBUTES = 32
 _RATESPEC = struct.Struct("=BBHhHI")
@@ -63,7 +66,7 @@ _QDISCS = tc_request(RTM_GETQDISC, None, flags=DUMP)
 _CLASSES = tc_request(RTM_GETTCLASS, None, flags=DUMP)
 _LINKS = encode_dump(RTM_GETLINK)
 
-_Key = tuple[int, bytes, bytes]  # offset of the first byte that matters, value, mask
+_Keys = tuple[tuple[int, bytes, bytes], ...]  # of each: offset of the first byte that matters, value, mask
 
 
 class _Qdisc(NamedTuple):
@@ -219,7 +222,7 @@ def _check_inner(port: ShapedPort, queues: PortQueues, qdiscs: Mapping[int, _Qdi
 
 
 def _check_filters(socket: NetlinkSocket, port: ShapedPort, qdisc: int, matches: Sequence[Match]) -> Iterator[str]:
-    wanted = [(match.target, _normal_key(match)) for match in matches]
+    wanted = [(match.target, _normal_keys(match)) for match in matches]
     found = [(target, key) for target, key, _ in _filters(socket, port.index, qdisc)] if wanted else []
     for target, key in wanted:
         if (target, key) not in found:
@@ -279,7 +282,7 @@ def _compare_class(where: str, cls: HtbClass, values: tuple[int, ...]) -> Iterat
         yield f"{where} has quantum {quantum} and prio {prio} instead of {QUANTUM_BYTES} and {cls.prio}."
 
 
-def _filters(socket: NetlinkSocket, index: int, parent: int) -> Iterator[tuple[int, _Key, int]]:
+def _filters(socket: NetlinkSocket, index: int, parent: int) -> Iterator[tuple[int, _Keys, int]]:
     """The u32 filters of a hook in order: target class, normalised key, interface redirected to (0: none)."""
     request = tc_request(RTM_GETTFILTER, None, parent=parent, flags=DUMP)
     for message in socket.dump(at_index(request, index)):
@@ -288,21 +291,23 @@ def _filters(socket: NetlinkSocket, index: int, parent: int) -> Iterator[tuple[i
         if _U32_SEL not in options or _U32_CLASSID not in options:
             continue  # the hash table itself
         selector = options[_U32_SEL]
-        mask, value, offset = (selector[16:20], selector[20:24], struct.unpack_from("=i", selector, 24)[0])
+        words = _U32_KEY.iter_unpack(selector[_U32_KEYS:])
+        keys = tuple(_normalise(value, mask, offset) for mask, value, offset, _ in words)
         redirected = 0
         if _U32_ACT in options:
             for action in attributes(options[_U32_ACT], 0).values():
                 parms = attributes(attributes(action, 0)[_ACT_OPTIONS], 0)[_MIRRED_PARMS]
                 redirected = struct.unpack_from("=7I", parms)[6]
         target = struct.unpack("=I", options[_U32_CLASSID])[0]
-        yield target, _normalise(bytes(value), bytes(mask), offset), redirected
+        yield target, keys, redirected
 
 
-def _normal_key(match: Match) -> _Key:
-    return _normalise(match.value.to_bytes(4, "big"), match.mask.to_bytes(4, "big"), match.offset)
+def _normal_keys(match: Match) -> _Keys:
+    keys = match.keys or (Key(value=0, mask=0, offset=0),)
+    return tuple(_normalise(key.value.to_bytes(4), key.mask.to_bytes(4), key.offset) for key in keys)
 
 
-def _normalise(value: bytes, mask: bytes, offset: int) -> _Key:
+def _normalise(value: bytes, mask: bytes, offset: int) -> tuple[int, bytes, bytes]:
     """A key without the bytes that its mask ignores at either end (the encoder moves keys to byte boundaries)."""
     first = len(mask) - len(mask.lstrip(b"\0"))
     last = len(mask.rstrip(b"\0"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyroute2.netlink.rtnl.tcmsg import cls_u32, sched_htb, tcmsg
 
@@ -40,6 +40,15 @@ _PRIO = struct.Struct(f"=i{_PRIORITIES}B")
 _ETS_BANDS, _ETS_STRICT, _ETS_QUANTA, _ETS_QUANTUM, _ETS_PRIOMAP, _ETS_BAND = 1, 2, 3, 4, 5, 6
 _DRR_QUANTUM = 1
 _LANE_PRIO = 1
+_ANYTHING = "0x0/0x0+0"
+
+
+class Key(NamedTuple):
+    """The 32-bit word at ``offset`` of an IP packet equals ``value`` under ``mask``."""
+
+    value: int
+    mask: int
+    offset: int
 
 
 def filter_info(prio: int, protocol: int) -> int:
@@ -129,11 +138,11 @@ def drr_class(classid: int, parent: int, quantum_bytes: int) -> bytes:
 
 
 @functools.cache
-def u32_filter(parent: int, target: int, value: int, mask: int, offset: int) -> bytes:
-    """IP packets whose 32-bit word at ``offset`` equals ``value`` under ``mask`` go into class ``target``."""
+def u32_filter(parent: int, target: int, keys: tuple[Key, ...]) -> bytes:
+    """IP packets to which all ``keys`` apply go into class ``target``."""
     # pyroute2 wants the mask in full: it drops leading zero bytes of a hexadecimal mask and moves the offset along
-    key = f"{value:#x}/0x{mask:08x}+{offset}" if mask else "0x0/0x0+0"
-    options = cls_u32.get_parameters({"target": target, "keys": [key]})
+    texts = [f"{key.value:#x}/0x{key.mask:08x}+{key.offset}" for key in keys] or [_ANYTHING]
+    options = cls_u32.get_parameters({"target": target, "keys": texts})
     return tc_request(RTM_NEWTFILTER, "u32", parent=parent, info=LANE_FILTERS, options=options)
 
 
@@ -147,7 +156,7 @@ def clsact() -> bytes:
 def redirect(hook: int, target: int, ifb_index: int) -> bytes:
     """Everything that passes ``hook`` leaves through the interface ``ifb_index``."""
     action = {"kind": "mirred", "direction": "egress", "action": "redirect", "ifindex": ifb_index}
-    options = cls_u32.get_parameters({"target": target, "keys": ["0x0/0x0+0"], "action": [action]})
+    options = cls_u32.get_parameters({"target": target, "keys": [_ANYTHING], "action": [action]})
     # u32 lists the filters of both hooks of a clsact under either if their preferences are equal: keep them apart
     prio = 1 if hook == INGRESS_HOOK else 2
     return tc_request(RTM_NEWTFILTER, "u32", parent=hook, info=filter_info(prio, _ETH_P_ALL), options=options)
