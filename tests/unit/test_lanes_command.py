@@ -105,5 +105,5 @@ def test_every_source_of_kv_has_a_queue_and_every_packet_has_one(lanes: str) -> 
         leaves = {cls.classid for cls in queues.classes if cls.leaf} | set(queues.turns)
         assert queues.default in leaves and queues.rest in leaves
         if port.kind is PortKind.LANES:
-            of_sources = [match.target for match in queues.matches if match.offset == 12]
+            of_sources = [match.target for match in queues.matches if [k.offset for k in match.keys] == [12]]
             assert len(set(of_sources)) == len(port.sources) and set(of_sources) < leaves
