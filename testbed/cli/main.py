@@ -440,7 +440,7 @@ def workingset(
 @_command
 def paper(
     figures: Annotated[
-        list[str] | None, typer.Argument(help="fig7 ... fig15, table1, table3, or all.", show_default="all")
+        list[str] | None, typer.Argument(help="fig7 ... fig15, table1, table3, tools, or all.", show_default="all")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the agents; does not compare.")] = False,
     workers: Annotated[int, typer.Option(help="Simulations at a time; 0: one per CPU.")] = 0,

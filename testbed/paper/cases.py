@@ -32,6 +32,7 @@ SYSTEM_TITLES = {
 }  # fmt: skip
 
 _QUICK = 10
+_WARM_UPS = 2  # lives of agents within an online horizon, besides the half hour that is steady: one to fill the system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,19 @@ class Scope:
             generate_scale=generate_scale,
         )
 
-    def online(self, model: str, system: str, aps: float, *, nodes: tuple[int, int] | None = None) -> FlowCase:
-        """Poisson arrivals at ``aps`` agents/s until the horizon."""
+    def online(
+        self,
+        model: str,
+        system: str,
+        aps: float,
+        *,
+        nodes: tuple[int, int] | None = None,
+        tool_delay_s: float = 0.0,
+    ) -> FlowCase:
+        """Poisson arrivals at ``aps`` agents/s until the horizon, which tool calls put off as they stretch a job."""
         prefill, decode = nodes or default_nodes(model)
-        horizon_s = ONLINE_HORIZON_S / _QUICK if self.quick else ONLINE_HORIZON_S
+        horizon_s = ONLINE_HORIZON_S + _WARM_UPS * pauses_s(ONLINE_TRACE, tool_delay_s)
+        horizon_s = horizon_s / _QUICK if self.quick else horizon_s
         return FlowCase(
             model=model,
             trace=ONLINE_TRACE,
@@ -81,6 +91,7 @@ class Scope:
             aps=aps,
             seed=self.seed,
             horizon_s=horizon_s,
+            options=(("tool_delay_s", tool_delay_s),) if tool_delay_s else (),
         )
 
 
@@ -92,6 +103,11 @@ def default_nodes(model: str) -> tuple[int, int]:
     """
     spec = model_named(model)
     return spec.prefill_nodes, spec.decode_nodes
+
+
+def pauses_s(trace: str, tool_delay_s: float) -> float:
+    """How long an average agent of a trace waits for its tools, all in all."""
+    return profile_named(trace).turns * tool_delay_s
 
 
 def most_arrivals(expected: float) -> int:
@@ -123,6 +139,7 @@ def describe(case: FlowCase) -> str:
         for name, value in (("append", case.append_scale), ("generate", case.generate_scale))
         if value != 1.0
     )
+    scales += "".join(f", {name} {value:g}" for name, value in case.options)
     return (
         f"{model_title(case.model)} {case.trace} {system_title(case.system)} "
         f"{case.prefill_nodes}P{case.decode_nodes}D {load}{scales}"

@@ -45,13 +45,14 @@ class Stop:
     until_s: float
 
 
-def stop_rule(first_token_s: Floats, ttft_s: Floats, end_s: float) -> Stop:
+def stop_rule(first_token_s: Floats, ttft_s: Floats, end_s: float, pauses_s: float = 0.0) -> Stop:
     """Apply the rule to a run that was recorded until ``end_s``.
 
     Args:
         first_token_s: seconds since the start, one per request, in any order.
         ttft_s: same length.
         end_s: nothing later is looked at.
+        pauses_s: by how much tool calls stretch an agent's life, and with it the warm-up.
     """
     order = np.argsort(first_token_s, kind="stable")
     at = first_token_s[order]
@@ -60,7 +61,7 @@ def stop_rule(first_token_s: Floats, ttft_s: Floats, end_s: float) -> Stop:
         ttft = _mean(at, total, now - WINDOW_S, now)
         if ttft is not None and ttft > TTFT_SLO_S:
             return Stop(outcome=Outcome.OVER, from_s=float(now) - WINDOW_S, until_s=float(now))
-        if now - EARLIER_S - WINDOW_S < WARM_UP_S:
+        if now - EARLIER_S - WINDOW_S < WARM_UP_S + pauses_s:
             continue
         earlier = _mean(at, total, now - EARLIER_S - WINDOW_S, now - EARLIER_S)
         if ttft is not None and earlier is not None and abs(ttft - earlier) <= TOLERANCE * earlier:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.flowsim.run import FlowCase, FlowResult
+from testbed.paper.cases import pauses_s
 from testbed.paper.online import Stop, stop_rule, within_slo
 
 Floats = npt.NDArray[np.float64]
@@ -125,7 +126,10 @@ def reduce(result: FlowResult) -> CaseSummary:
     case = result.case
     ttft = result.first_token_s - result.submitted_s
     end_s = case.horizon_s if case.horizon_s else result.jct_s
-    stop = stop_rule(result.first_token_s, ttft, max(0.0, end_s - SETTLE_S)) if case.aps else None
+    stop = None
+    if case.aps:
+        pauses = pauses_s(case.trace, case.option("tool_delay_s", 0.0))
+        stop = stop_rule(result.first_token_s, ttft, max(0.0, end_s - SETTLE_S), pauses)
     measured = np.ones(len(ttft), dtype=bool)
     if stop is not None:
         measured = (result.first_token_s >= stop.from_s) & (result.first_token_s < stop.until_s)
@@ -190,8 +194,8 @@ def _tpot(result: FlowResult, measured: npt.NDArray[np.bool_]) -> float:
 def _jobs(result: FlowResult, end_s: float) -> tuple[Floats, Floats]:
     """When each agent that was served began and ended.
 
-    An agent's next round follows its last at once. One that completed a round shortly before the horizon is therefore
-    still busy: it ends with the horizon, and its job is longer than that.
+    An agent's next round follows its last at once, or after a tool call. One that completed a round shortly before the
+    horizon is therefore still there: it ends with the horizon, and its job is longer than that.
     """
     if not len(result.agent):
         return np.zeros(0), np.zeros(0)
@@ -202,7 +206,8 @@ def _jobs(result: FlowResult, end_s: float) -> tuple[Floats, Floats]:
     served = np.isfinite(began)
     began, ended = began[served], ended[served]
     if result.case.horizon_s:
-        ended = np.where(ended > end_s - 2 * SETTLE_S, end_s, ended)
+        still = end_s - 2 * SETTLE_S - result.case.option("tool_delay_s", 0.0)
+        ended = np.where(ended > still, end_s, ended)
     return began, ended
 
 

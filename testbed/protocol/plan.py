@@ -58,16 +58,16 @@ class ClusterPlan:
         return self.group_of_node(node_of(engine)).leader
 
 
-def plan_cluster(spec: ClusterSpec, *, pe_group_nodes: int = 0, de_group_nodes: int = 1) -> ClusterPlan:
-    """Groups of ``pe_group_nodes`` and ``de_group_nodes`` nodes (0: all nodes of the kind in one group).
+def plan_cluster(spec: ClusterSpec) -> ClusterPlan:
+    """One group of all prefill nodes, one of each decode node.
 
     The number of groups is UNKNOWN; Figure 5 shows one PE group over two nodes. DE groups of one node keep the first
     level of DE selection (paper 8.3) in play.
     """
     groups: list[GroupPlan] = []
-    for kind, size in ((NodeKind.PE, pe_group_nodes), (NodeKind.DE, de_group_nodes)):
+    for kind in (NodeKind.PE, NodeKind.DE):
         nodes = [node for node in spec.nodes if node.kind is kind]
-        per_group = size or len(nodes)
+        per_group = len(nodes) if kind is NodeKind.PE else 1
         for at in range(0, len(nodes), per_group):
             members = nodes[at : at + per_group]
             engines = tuple(node.gpu(i) for node in members for i in range(node.gpus))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from testbed.errors import ConfigError
 from testbed.fabric.sim.params import SimParams
 from testbed.fabric.spec import ClusterSpec
 from testbed.models.compute import ComputeModel
@@ -30,6 +31,12 @@ class TrustLimits:
     """Largest 99th percentile of any role's event-loop lag."""
     cpu_share: float = 0.95
     """Largest share of the host's CPU time used during a run; beyond, the host was the bottleneck."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a limit that nothing can keep."""
+        for key in ("link_tolerance", "ledger_tolerance", "lag_p99_ms", "cpu_share"):
+            if not getattr(self, key) > 0:
+                raise ConfigError(f"trust.{key} is {getattr(self, key):g}, but it must be positive.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

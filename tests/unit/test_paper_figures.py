@@ -12,6 +12,7 @@ from testbed.flowsim.run import FlowCase
 from testbed.paper.cases import Scope, describe
 from testbed.paper.figures import FIGURES
 from testbed.paper.figures.figure import mean, ratio
+from testbed.paper.figures.serving import CAPACITY
 from testbed.paper.online import Outcome, Stop
 from testbed.paper.rows import Kind, Row
 from testbed.paper.summary import CaseSummary, blank, reduce
@@ -55,7 +56,7 @@ def test_cases_known_beforehand_are_all_but_the_search(name: str) -> None:
     cases = set(FIGURES[name].cases(SCOPE))
     extra = set(desk.asked) - cases
     assert cases <= set(desk.asked), "a simulation that no row uses"
-    assert not extra or (name == "fig10" and all(case.aps for case in extra) and len(extra) < 15)
+    assert not extra or (name in ("fig10", "tools") and all(case.aps for case in extra) and len(extra) < 15)
     assert made and {row.figure for row in made} == {name}
 
 
@@ -123,6 +124,18 @@ def test_figure_9(desk: Desk) -> None:
     assert low.ours == pytest.approx(1.8) and low.paper == 1.82
     falls = r["660B 64K 1024: steps of generation length at which the speed-up falls", "Basic / DualPath"]
     assert (falls.paper, falls.ours) == (2, 0)  # the formula's gain does not depend on it
+
+
+def test_tool_calls_stretch_lives_and_horizons_and_not_the_formulas_capacity(desk: Desk) -> None:
+    r = rows("tools", desk)
+    assert [case.horizon_s for case in FIGURES["tools"].cases(SCOPE)[::3]] == pytest.approx([5400, 7600, 12_000])
+    for stretch in (1, 2, 4):
+        assert r[f"660B r = {stretch}: {CAPACITY}", "DualPath"].ours == 0.5  # TTFT 8 * APS, at most 4 s
+    argued = r[f"660B r = 4: {CAPACITY}, over r = 1", "DualPath"]
+    assert (argued.paper, argued.ours) == (4, 1)
+    argued = r["660B r = 2: working set at capacity, GB, over r = 1", "DualPath"]
+    assert argued.paper == 4 and argued.ours == pytest.approx(1)  # its agents make one request and no pause
+    assert "tool_delay_s" in describe(FIGURES["tools"].cases(SCOPE)[-1])
 
 
 def test_figure_10_finds_capacities(desk: Desk) -> None:

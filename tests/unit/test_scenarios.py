@@ -124,6 +124,7 @@ def test_overrides_are_typed_by_the_schema() -> None:
         ("scale.bandwidth=1e-9", r"scale.bandwidth is 1e-09, but it must be at least 0.001"),
         ("cluster.storage_share=nan", r"cluster.storage_share is nan, but it must be a finite number"),
         ("workload.agents=99999999999999999999", r"agents is 99999999999999999999, but it must be at most 100000"),
+        ("trust.cpu_share=-1", r"trust.cpu_share is -1, but it must be positive"),
         ("gpu.speedup=0", r"gpu.speedup is 0, but it must be a positive number"),
         ("scale.time=0.0001", r"below the 4 B minimum"),
         ("workload.source=shiped", r"unknown source 'shiped'"),
