@@ -159,6 +159,17 @@ def test_a_fifo_resource_on_a_shared_path_gives_all_to_the_first() -> None:
     assert run(net, [(0, 4000, "dram cnic", Lane.KV)] * 2) == {0: 1000, 1: 2000}
 
 
+def test_two_full_queues_of_packets_in_a_row_are_waited_for_one_after_the_other() -> None:
+    """The first, behind a window of 376,832 bytes, gives the last flow its rate; in the second it waits once more."""
+    net = network(("first", 1, PACKETS), ("second", 4, PACKETS))
+    starts = [(0, 400_000, "first", Lane.KV), (0, 2_000_000, "second", Lane.KV), (0, 1000, "first second", Lane.HIGH)]
+    ends = run(net, starts)
+    rate = 1000 / 377_832
+    assert ends[2] == pytest.approx(1000 / rate + 376_832 / (4 - rate), abs=3)
+    assert ends[0] == pytest.approx(401_000, abs=2)
+    assert run(network(("first", 1, PACKETS), ("second", 4, PACKETS)), [starts[0], starts[2]])[1] == pytest.approx(377_832, abs=1)
+
+
 def test_shared_flows_wait_for_slots_reserved_before_them() -> None:
     net = network(("dram", 1, FIFO), ("cnic", 1, FAIR))
     starts = [(0, 1000, "dram", Lane.KV), (100, 500, "dram cnic", Lane.KV), (200, 500, "dram", Lane.KV)]

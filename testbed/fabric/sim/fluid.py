@@ -18,7 +18,8 @@ no later than the flow's end.
 are active, again whenever one starts or ends, within the connected part of the network that this touches. A ``fifo``
 resource on such a path gives all it has to the flow that came first, what that one cannot use to the next, and
 nothing until it is through with the slots reserved before. A flow on ``fifo`` resources only is shared too while a
-shared flow is on one of them.
+shared flow is on one of them. Where a flow passes several queues of packets that are full, its rate is that of the
+one that holds it back; in each of the others its last packet waits for what others have there.
 
 Invariants: time, sizes, rates and progress are integers; bytes carried are exact once a flow has completed, and
 linear in between; no resource carries more than rate x time in any window; tokens come back in order of (completion,
@@ -39,6 +40,7 @@ __all__ = ["Discipline", "FluidNetwork", "Lane", "Resource"]
 
 WINDOW_BYTES = 368 * 1024
 """What a stream has in a queue of packets at most: the payload that the send buffer of a live data socket holds."""
+_NEARLY = 1000  # rates are rounded: a flow within a thousandth of its part of a queue is held back there
 WORK_PER_BYTE = 8 * NS_PER_S
 """Work is bits x 1e9, so that rate (bits per second) x time (ns) is work, without a division."""
 
@@ -86,6 +88,16 @@ class _State(Port):
             if gate is not joining and gate.free_at_ns > now_ns:
                 load_bps += gate.rate_bps
         return load_bps
+
+    def wait_ns(self, flow: Contender) -> int:
+        """How long the last packet of ``flow`` is in this queue behind what others have in it, if another resource
+        holds ``flow`` back: those that this queue holds back keep their windows in it all the time."""
+        if not self.is_binding or self.rule is not Discipline.PACKETS or not self.is_full:
+            return 0
+        held = max(self.flows.values(), key=lambda other: other.rate_bps / other.weight)
+        if (flow.rate_bps + 1) * held.weight * _NEARLY >= held.rate_bps * flow.weight * (_NEARLY - 1):
+            return 0
+        return -(-held.weight * WORK_PER_BYTE // held.rate_bps)
 
     def set_usable(self, now_ns: int) -> int:
         """Compute what shared flows may have. Result: when that changes; 0: not by itself."""
@@ -188,16 +200,17 @@ class _Stream:
     """Flows of one path, lane and source over queues of packets: they are sent one after the other.
 
     ``weight_bytes`` is what it has in the queue that holds it back: all that it has been given to send since it was
-    last idle, as far as its window reaches.
+    last idle, as far as its window reaches. ``arrives_ns``: when the last that it has sent is there.
     """
 
-    __slots__ = ("behind", "head", "left_bytes", "weight_bytes")
+    __slots__ = ("arrives_ns", "behind", "head", "left_bytes", "weight_bytes")
 
     def __init__(self) -> None:
         self.head: _Flow | None = None
         self.behind: deque[_Flow] = deque()
         self.left_bytes = 0
         self.weight_bytes = 0
+        self.arrives_ns = 0
 
     def add(self, size_bytes: int) -> bool:
         """Count what it is given to send; whether its weight has grown."""
@@ -338,8 +351,12 @@ class FluidNetwork:
             if isinstance(what, _State):
                 self._touched[what.name] = what
             elif what.end_ns == at_ns:
+                arrives_ns = self._arrival_ns(what)
                 self._end(what)
-                ended.append((what.order, what.token))
+                if arrives_ns > now_ns:
+                    heappush(reserved, (arrives_ns, what.order, what.token))
+                else:
+                    ended.append((what.order, what.token))
         ended.sort(key=lambda entry: entry[0])
         return [token for _, token in ended]
 
@@ -397,6 +414,14 @@ class FluidNetwork:
             if upcoming is not None and upcoming < now_ns:
                 raise BugError(f"a fluid network is asked for {now_ns} ns, but a flow ended at {upcoming} ns")
         self._now_ns = now_ns
+
+    def _arrival_ns(self, flow: _Flow) -> int:
+        """When a flow whose last byte has been sent is through all queues, behind those of its stream."""
+        arrives_ns = self._now_ns + sum(state.wait_ns(flow) for state in flow.states)
+        if flow.stream is None:
+            return arrives_ns
+        flow.stream.arrives_ns = arrives_ns = max(arrives_ns, flow.stream.arrives_ns)
+        return arrives_ns
 
     def _end(self, flow: _Flow) -> None:
         flow.catch_up(self._now_ns)
