@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 help:
 	@echo 'make scenario [NAME=quickstart] [ARGS="--set key=value"]   run a scenario (see testbed list)'
 	@echo 'make doctor      check what this host lacks'
-	@echo 'make test        all tests; make test-live only those that build networks'
+	@echo 'make test        all tests but the nightly ones; make test-live only those that build networks'
 	@echo 'make test-kernel   lanes and live tests under a stock Debian kernel in QEMU (no root, a minute or two)'
 	@echo 'make lint        ruff and mypy --strict'
 	@echo 'make nightly     the tests that take minutes'

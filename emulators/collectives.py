@@ -74,7 +74,7 @@ class CollectiveFigures:
     wait_ns: int = 0
     """Time at barriers with a batch in hand: the GPU's bubbles."""
     given_up: int = 0
-    """Barriers that were passed without a peer."""
+    """Barriers at which the wait for a peer was given up; the rest of the round passes without it."""
     latencies: dict[bool, Counter[int]] = field(default_factory=lambda: {False: Counter(), True: Counter()})
     stretches: dict[bool, Counter[int]] = field(default_factory=lambda: {False: Counter(), True: Counter()})
     slowest_ns: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
@@ -278,8 +278,9 @@ class ExpertGroup:
         if self.loaded:
             self.figures.wait_ns += now_ns - self._posted_ns
         combine = self.phase is Phase.COMBINE
+        here = [peer for peer in self.peers if number in self._arrived[peer]]
         came = {peer: self._arrived[peer].pop(number, (0, 0)) for peer in self.peers}
-        carried = [p for p in self.peers if self._size(self._carried(p, came[p][0], combine), 1.0, combine)]
+        carried = [p for p in here if self._size(self._carried(p, came[p][0], combine), 1.0, combine)]
         if carried:
             idle_ns = sum(self._idle_ns(p, came[p][0], combine) for p in carried)
             self.figures.slowest(combine, max(came[p][1] for p in carried), idle_ns)

@@ -141,6 +141,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
     at = tables
     for part in path:
         at = at.setdefault(part, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"{where}: {part} is no table in the file; write [{part}] there.")
     at[last] = value
 
 

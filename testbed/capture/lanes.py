@@ -1,8 +1,8 @@
 """The verdict on a link's lanes, from its packets alone.
 
-A packet's lane is what the kernel's filters make of its headers: below 128 bytes an acknowledgement, DSCP EF the high
-lane, anything else the KV lane. What it carries is known from its port: KV or a collective. So a byte of KV in the high
-lane shows, whatever our counters say.
+A packet's lane is what the kernel's filters make of its headers: below 128 bytes without PSH and FIN, or from the port
+of a data connection, an acknowledgement; DSCP EF the high lane; anything else the KV lane. What it carries is known
+from its port: KV or a collective. So a byte of KV in the high lane shows, whatever our counters say.
 
 Who waits for whom needs a second look: the packets on their way into the lanes, at the memories behind a CNIC. A packet
 waits from there to where it leaves the link; what of the other lane leaves meanwhile has passed before it.
@@ -39,15 +39,17 @@ class Cargo(enum.Enum):
 
 LANE_OF = {Cargo.KV: Lane.KV, Cargo.MODEL: Lane.HIGH}
 _DSCP_MASK = 0xFC
+_PUSH_OR_FIN = 0x09
 
 
 def lane_of(packet: Packet) -> Lane:
     """The lane that the filters of a port choose."""
-    return Lane.ACK if packet.ip_bytes < SMALL_PACKET_BYTES else marked(packet)
+    small = packet.ip_bytes < SMALL_PACKET_BYTES and not packet.flags & _PUSH_OR_FIN
+    return Lane.ACK if small or packet.flow[2] == DATA_PORT else marked(packet)
 
 
 def marked(packet: Packet) -> Lane:
-    """The lane that a packet's DSCP asks for, whatever its size."""
+    """The lane that a packet's DSCP asks for."""
     return Lane.HIGH if packet.tos & _DSCP_MASK == EXPEDITED_FORWARDING & _DSCP_MASK else Lane.KV
 
 
@@ -129,7 +131,7 @@ class _Direction:
         if cargo is None:
             cargo = self._cargo[flow] = self._cargo_of(flow)
         verdict.cargo_bytes[cargo] += size
-        lane = marked(packet)  # what is as small as an acknowledgement passes for one, but its mark must be right
+        lane = marked(packet)  # what is taken for an acknowledgement must have the right mark, too
         if LANE_OF.get(cargo, lane) is not lane:
             verdict.misplaced[cargo, lane] = verdict.misplaced.get((cargo, lane), 0) + size
 

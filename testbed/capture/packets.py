@@ -24,7 +24,7 @@ from testbed.units import NS_PER_S
 
 _IPV4, _TCP = 0x0800, 6
 _IP = struct.Struct(">BBHHHBBHII")
-_TCP_HEADER = struct.Struct(">HHIIB")
+_TCP_HEADER = struct.Struct(">HHIIBB")
 
 Flow = tuple[int, int, int, int]
 """Source and destination address, source and destination port."""
@@ -32,7 +32,8 @@ Flow = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """One TCP packet (or super-packet). ``leaving``: through the device, else it entered. ``tos``: the IP TOS byte."""
+    """One TCP packet (or super-packet). ``leaving``: through the device, else it entered. ``tos``: the IP TOS byte;
+    ``flags``: TCP's."""
 
     at_ns: int
     leaving: bool
@@ -41,6 +42,7 @@ class Packet:
     ip_bytes: int
     payload_bytes: int
     sequence: int
+    flags: int
 
 
 def read_packets(path: Path) -> Iterator[Packet]:
@@ -83,9 +85,9 @@ def _packet(at_ns: int, record: memoryview) -> Packet | None:
     head = 4 * (version & 0xF)
     if transport != _TCP or len(ip) < head + _TCP_HEADER.size:
         return None
-    source_port, destination_port, sequence, _, offset = _TCP_HEADER.unpack_from(ip, head)
+    source_port, destination_port, sequence, _, offset, flags = _TCP_HEADER.unpack_from(ip, head)
     payload = ip_bytes - head - 4 * (offset >> 4)
     return Packet(
         at_ns, direction == LEAVING, (source, destination, source_port, destination_port), tos, ip_bytes, payload,
-        sequence,
+        sequence, flags,
     )  # fmt: skip

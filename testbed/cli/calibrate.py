@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from scenarios.loader import LoadedScenario, name_of
+from scenarios.loader import LoadedScenario, name_of, read_scenario
 from testbed.cli.host_scale import HostScale, Scales, host_and_cores, keep, load_hash
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder
 from testbed.errors import ConfigError
@@ -173,13 +173,14 @@ def _told(request: CalibrateRequest, loaded: LoadedScenario, probing: _Probing, 
         )
         return EXIT_FAILED if probing.failed else EXIT_INVALID
     use = stretched(loaded, FACTORS[found] * _MARGIN)
+    asked = read_scenario(request.scenario, request.overrides)
     host, cores = host_and_cores()
     scale = HostScale(
         scenario=name_of(request.scenario),
         date=f"{datetime.now():%Y-%m-%d %H:%M}",
         host=host,
         cores=cores,
-        scenario_hash=load_hash(loaded.scenario),
+        scenario_hash=load_hash(replace(loaded.scenario, cluster=asked.cluster)),  # lanes as asked for, maybe "auto"
         systems=loaded.scenario.systems,
         scales=use,
     )

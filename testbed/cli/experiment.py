@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,10 +76,11 @@ def run_experiment(request: ExperimentRequest) -> int:
     if "live" in worlds:
         refuse_hidden(request.resume or request.out)
     folder = _folder(experiment, request)
+    _refuse_others(folder, jobs)
     plans = [(job.loaded.plan, world) for world, of_world in jobs.items() for job in of_world]
     run_folder.check_space(folder, max((stored_bytes(plan) for plan, world in plans if world == "live"), default=0))
     if not request.quiet:
-        Console(highlight=False).print(f"{experiment.title}\nFolder: {folder}", soft_wrap=True)
+        Console(highlight=False, markup=False).print(f"{experiment.title}\nFolder: {folder}", soft_wrap=True)
     try:
         with (
             locked(folder, "experiment"),
@@ -87,9 +89,7 @@ def run_experiment(request: ExperimentRequest) -> int:
         ):
             ends = [_run_world(world, todo, folder, progress) for world, todo in jobs.items() if todo]
     except KeyboardInterrupt as interruption:
-        sys.stderr.write(
-            f"error: interrupted; `testbed run {request.experiment} --resume {folder}` does what is missing\n"
-        )
+        sys.stderr.write(f"error: interrupted; `{_again(request, folder)}` does what is missing\n")
         return code_of(interruption)
     runs = [end for of_world in ends for end in of_world]
     outcome = judge(experiment, runs, unsupported)
@@ -98,14 +98,24 @@ def run_experiment(request: ExperimentRequest) -> int:
     try:
         _leave(folder, outcome, runs)
     except HostError as error:
-        again = f"testbed run {request.experiment} --resume {folder}"
+        again = _again(request, folder)
         raise HostError(f"{str(error).rstrip('.')}; free some space, then `{again}` does what is missing.") from error
     if not request.quiet:
-        Console(highlight=False).print(f"Run folders, experiment.csv and plots: {folder}", soft_wrap=True)
+        Console(highlight=False, markup=False).print(f"Run folders, experiment.csv and plots: {folder}", soft_wrap=True)
     elif outcome.exit_code or outcome.unsupported:
         lines = (*map(str, outcome.unsupported), *outcome.failures, *outcome.troubles, outcome.verdict)
         sys.stderr.write("".join(f"{line}\n" for line in lines))
     return outcome.exit_code
+
+
+def _again(request: ExperimentRequest, folder: Path) -> str:
+    """The command that goes on where this one ended."""
+    given = [word for override in request.overrides for word in ("--set", override)]
+    if request.seed is not None:
+        given += ["--seed", str(request.seed)]
+    if request.world is not None:
+        given += ["--world", request.world]
+    return shlex.join(["testbed", "run", request.experiment, *given, "--resume", str(folder)])
 
 
 def _worlds(experiment: Experiment, wanted: World | None) -> tuple[World, ...]:
@@ -180,6 +190,22 @@ def _folder(experiment: Experiment, request: ExperimentRequest) -> Path:
     if not request.resume.is_dir() or not named.fullmatch(request.resume.resolve().name):
         raise ConfigError(f"--resume {request.resume}: is no folder of the experiment {experiment.name}.")
     return request.resume.resolve()
+
+
+def _refuse_others(folder: Path, jobs: Mapping[World, Sequence[_Job]]) -> None:
+    """Lose no finished run that is not of these jobs.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for world, of_world in jobs.items():
+        for job in of_world:
+            at = folder / job.folder
+            if (at / "metrics.json").exists() and metrics_of(at, job.resolved, world) is None:
+                raise ConfigError(
+                    f"{at} holds a run of another configuration; resume with the --set and --seed that it was run "
+                    "with, or begin anew without --resume."
+                )
 
 
 def _run_world(world: World, jobs: Sequence[_Job], folder: Path, progress: Report) -> list[RunEnd]:

@@ -232,6 +232,12 @@ def _variants(tables: ExperimentTables, where: str) -> tuple[Variant, ...]:
                 worlds=tuple(w for w in tables.worlds if not table.worlds or w in table.worlds),
             )
         )
+    for variant in variants:
+        stem, _, number = variant.name.rpartition("-")
+        if number.isdecimal() and any(other.name == stem for other in variants):
+            raise ConfigError(
+                f"{where}: a repeat of the variant {stem} has the folder of {variant.name}; give one another name."
+            )
     if len({variant.x is None for variant in variants}) > 1:
         raise ConfigError(f"{where}: some variants have an x and some have none; give it to all or to none.")
     return tuple(variants)

@@ -121,8 +121,11 @@ class ClusterSpec:
             raise ConfigError(
                 f"topology {self.name}: storage_rate_bps is {self.storage_rate_bps} bit/s; use 0 or at least 1 Mbit/s."
             )
-        if not 0.5 <= self.high_share < 1.0:
-            raise ConfigError(f"topology {self.name}: high_share is {self.high_share}, but it must be in [0.5, 1).")
+        if not 0.5 <= self.high_share <= 0.9999:
+            raise ConfigError(
+                f"topology {self.name}: high_share is {self.high_share}, but it must be from 0.5 to 0.9999; "
+                "lanes = prio leaves KV nothing."
+            )
         if len(self.ets_quanta) != 2 or not all(1 <= quantum < 1 << 32 for quantum in self.ets_quanta):
             quanta = ", ".join(map(str, self.ets_quanta))
             raise ConfigError(

@@ -52,7 +52,7 @@ class CounterView(Protocol):
 
     @property
     def data(self) -> ClassView:
-        """Everything but pure acknowledgements."""
+        """Everything but acknowledgements."""
         ...
 
     @property

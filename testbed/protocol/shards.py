@@ -1,8 +1,6 @@
 """What a shard of a collective costs on the wire beside its payload; the same in every world.
 
-A head and a seal go with each shard. The head is padded so that a shard of 0 bytes (an engine without tokens still
-takes part in the barrier) is no smaller than what the lanes take for a pure acknowledgement: with 52 bytes of IP and
-TCP headers its datagram has 128 bytes, so it waits in its lane like any other.
+A head and a seal go with each shard, with one of 0 bytes too: an engine without tokens still takes part in the barrier.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def measured(variant: Variant, scenario: str) -> dict[str, float] | None:
     """The factors of a run of the variant; None, and why, if it ended without."""
     settings = (*(f"{key}={value}" for key, value in variant.settings), *SHORT)
     outcome, document = result_of(RunRequest(scenario=scenario, systems=(ALONE, BESIDE), overrides=settings))
-    if not document or document["failures"]:
+    if not document or not document["valid"]:
         print(f"{variant.name}: {outcome}", flush=True)
         return None
     found = factors(document)

@@ -60,6 +60,8 @@ def ours(spec: ClusterSpec, runs: int) -> int:
             f"{len(problems)} problems, {drops} drops",
             flush=True,
         )
+        if problems or drops:
+            return 1
     return 0
 
 
@@ -97,8 +99,8 @@ def ip_programs(hosts: int) -> int:
     return 0
 
 
-def main() -> int:
-    runs = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+def main(runs: int = 3) -> int:
+    """Exit code 1 when a network is not what was specified, or dropped something."""
     shapes = [(1, 1, 8, 100), (2, 4, 8, 40)]
     for shape in shapes:
         spec = cluster(*shape)
@@ -115,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:2])))

@@ -1,6 +1,5 @@
 #!/bin/busybox sh
 # The initramfs' init: the host's / (read-only) under a tmpfs becomes the guest's /, and guest.sh goes on from there.
-# Its environment comes from the kernel's command line (MODULES, STAGE).
 fail() { echo "init: $1" >/dev/console; /bin/busybox poweroff -f; }
 export PATH=/bin
 /bin/busybox mkdir -p /proc /sys /dev /lower /over /new

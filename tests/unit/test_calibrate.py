@@ -107,6 +107,19 @@ def test_what_is_found_is_kept_and_a_run_takes_it(
     assert asked == [(f"scale.bandwidth={said[0]}", f"scale.time={said[1]}")]
 
 
+def test_lanes_that_the_kernel_chose_are_no_other_load(
+    host: Callable[[Callable[[float], int]], Probes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(lambda bandwidth: 0)
+    auto = ("--set", "cluster.lanes=auto")
+    monkeypatch.setattr("testbed.cli.run.settled", lambda lanes: "htb")
+    assert command("calibrate", "quickstart", "--out", str(tmp_path / "runs"), *auto).code == 0
+    monkeypatch.setattr("testbed.cli.run.run", lambda request: 0)
+    done = command("run", "quickstart", "--calibrated", *auto)
+    assert done.code == 0, done.err
+    assert command("run", "quickstart", "--calibrated", "--set", "cluster.lanes=prio").code == 2
+
+
 def test_without_a_valid_scale_nothing_is_kept(
     host: Callable[[Callable[[float], int]], Probes], tmp_path: Path, cache: Path
 ) -> None:

@@ -25,10 +25,15 @@ from testbed.fabric.live.sockets import DATA_PORT, EXCHANGE_PORT
 KV, MODEL = (1, 2, 40_000, DATA_PORT), (1, 3, 40_000, EXCHANGE_PORT)
 
 
-def packet(at_ns: int, flow: tuple[int, int, int, int], number: int, *, size: int = 1000, tos: int = -1) -> Packet:
+PSH_ACK, ACK = 0x18, 0x10
+
+
+def packet(
+    at_ns: int, flow: tuple[int, int, int, int], number: int, *, size: int = 1000, tos: int = -1, flags: int = ACK
+) -> Packet:
     if tos < 0:
         tos = EXPEDITED_FORWARDING if flow is MODEL else 0
-    return Packet(at_ns, True, flow, tos, size + 52, size, number)
+    return Packet(at_ns, True, flow, tos, size + 52, size, number, flags)
 
 
 def pcap(*packets: Packet, cut: int = 0) -> bytes:
@@ -39,7 +44,7 @@ def pcap(*packets: Packet, cut: int = 0) -> bytes:
         ip += source.to_bytes(4, "big") + destination.to_bytes(4, "big")
         tcp = source_port.to_bytes(2, "big") + destination_port.to_bytes(2, "big") + p.sequence.to_bytes(4, "big")
         record = COOKED_HEADER.pack(0x800, 0, 0, 1, LEAVING if p.leaving else 0, 6, bytes(6))
-        record += ip + tcp + bytes(4) + b"\x80" + bytes(19)
+        record += ip + tcp + bytes(4) + bytes([0x80, p.flags]) + bytes(18)
         data += RECORD_HEADER.pack(0, p.at_ns, len(record), len(record) + p.payload_bytes) + record
     return data[: len(data) - cut]
 
@@ -55,10 +60,17 @@ def test_kv_in_the_high_lane_and_model_traffic_in_the_other_are_named_by_bytes()
     assert judge(right)[0].misplaced == {}
 
 
-def test_small_packets_pass_for_acknowledgements_but_their_mark_counts() -> None:
-    left, _ = judge([packet(1, KV, 1, size=75, tos=EXPEDITED_FORWARDING), packet(2, KV, 2, size=0)])
-    assert left.lanes[Lane.ACK].packets == 2
+def test_small_packets_pass_for_acknowledgements_unless_they_end_data_but_their_mark_counts() -> None:
+    small = [packet(1, KV, 1, size=75, tos=EXPEDITED_FORWARDING), packet(2, KV, 2, size=0)]
+    left, _ = judge([*small, packet(3, KV, 3, size=75, flags=PSH_ACK)])
+    assert left.lanes[Lane.ACK].packets == 2 and left.lanes[Lane.KV].payload_bytes == 75
     assert left.misplaced == {(Cargo.KV, Lane.HIGH): 75}
+
+
+def test_what_a_destination_answers_is_an_acknowledgement_whatever_its_size() -> None:
+    answer = (2, 1, DATA_PORT, 40_000)
+    left, _ = judge([packet(1, answer, 1, size=200, flags=PSH_ACK)])
+    assert left.lanes[Lane.ACK].packets == 1 and not left.lanes[Lane.KV].packets
 
 
 def test_who_waited_for_whom() -> None:

@@ -269,6 +269,10 @@ def test_an_engine_that_nobody_hears_is_gone_on_without_and_catches_up() -> None
     )
     world.run()
     assert len(world.timeouts) == 4  # each of the others once in each of two rounds, not at every barrier
+    for g in world.groups.values():
+        assert all(set(counted) <= {5} for counted in g.figures.latencies.values()), (
+            "nobody waited 0 ns for a lost shard"
+        )
     assert {g.round for g in world.groups.values()} == {4}
     assert all(not held for g in world.groups.values() for held in g._arrived.values())
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scenarios.loader import is_experiment, read_scenario
-from testbed.cli.experiment import ExperimentRequest, _jobs
+from testbed.cli.experiment import ExperimentRequest, _again, _jobs
 from testbed.errors import ConfigError
 from testbed.experiment.file import Experiment, read_experiment
 from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
@@ -99,6 +99,7 @@ def test_a_file_is_expanded_and_checked(tmp_path: Path) -> None:
         ("gpu.speedup = 100", 'systems = "basic"', "use its key systems"),
         ('name = "fast"', 'name = "as_is"', "a name of its own"),
         ('name = "fast"', 'name = "each"', "a name of its own"),
+        ('name = "fast"', 'name = "as-is-2"', "a repeat of the variant as-is has the folder of as-is-2"),
         ("<= 0.9 * as_is", "<= 0.9 * as_si", "'as_si.basic.jct_s' is of no variant (did you mean 'as_is'?)"),
         ("<= 0.9 * as_is.basic", "<= 0.9 * as_is.oracle", "runs basic, dualpath, not 'oracle'"),
         ("0.9 * as_is.basic.jct_s", "0.9 * as_is.basic.jtc_s", "unknown metric 'jtc_s' (did you mean 'jct_s'?)"),
@@ -256,6 +257,9 @@ def test_a_real_experiment_in_the_sim_world(tmp_path: Path) -> None:
     assert document["exit_code"] == 0 and float(jct["value"]) > 0 and len(document["runs"]) == 4
 
     before = {p: p.stat().st_mtime_ns for p in folder.glob("sim/*/metrics.json")}
+    other = cli("run", str(path), "--set", "workload.agents=3", "--resume", str(folder))
+    assert other.code == 2 and "holds a run of another configuration" in other.err
+    assert before == {p: p.stat().st_mtime_ns for p in folder.glob("sim/*/metrics.json")}
     (folder / "sim" / "fast" / "metrics.json").unlink()
     assert cli("run", str(path), "--resume", str(folder), "--quiet").code == 0
     after = {p: p.stat().st_mtime_ns for p in folder.glob("sim/*/metrics.json")}
@@ -294,6 +298,12 @@ def test_nothing_is_resumed_while_somebody_works_on_it_or_on_a_full_disk(
     monkeypatch.setattr(run_folder, "_SPARE_BYTES", 10**18)
     done = cli("run", str(path), "--resume", str(folder))
     assert done.code == 2 and "free some space" in done.err and not (folder / "sim").exists()
+
+
+def test_the_command_to_go_on_with_is_whole(tmp_path: Path) -> None:
+    request = ExperimentRequest(experiment="a b.toml", world="sim", seed=3, overrides=("workload.agents=2",))
+    again = _again(request, tmp_path)
+    assert again == f"testbed run 'a b.toml' --set workload.agents=2 --seed 3 --world sim --resume {tmp_path}"
 
 
 def test_resume_is_for_experiments() -> None:

@@ -167,7 +167,9 @@ def test_two_full_queues_of_packets_in_a_row_are_waited_for_one_after_the_other(
     rate = 1000 / 377_832
     assert ends[2] == pytest.approx(1000 / rate + 376_832 / (4 - rate), abs=3)
     assert ends[0] == pytest.approx(401_000, abs=2)
-    assert run(network(("first", 1, PACKETS), ("second", 4, PACKETS)), [starts[0], starts[2]])[1] == pytest.approx(377_832, abs=1)
+    assert run(network(("first", 1, PACKETS), ("second", 4, PACKETS)), [starts[0], starts[2]])[1] == pytest.approx(
+        377_832, abs=1
+    )
 
 
 def test_shared_flows_wait_for_slots_reserved_before_them() -> None:

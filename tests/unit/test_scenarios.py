@@ -125,6 +125,7 @@ def test_overrides_are_typed_by_the_schema() -> None:
         ("cluster.storage_share=nan", r"cluster.storage_share is nan, but it must be a finite number"),
         ("workload.agents=99999999999999999999", r"agents is 99999999999999999999, but it must be at most 100000"),
         ("trust.cpu_share=-1", r"trust.cpu_share is -1, but it must be positive"),
+        ("cluster.high_share=0.99999", r"high_share is 0.99999, but it must be from 0.5 to 0.9999; lanes = prio"),
         ("gpu.speedup=0", r"gpu.speedup is 0, but it must be a positive number"),
         ("scale.time=0.0001", r"below the 4 B minimum"),
         ("workload.source=shiped", r"unknown source 'shiped'"),
@@ -137,6 +138,13 @@ def test_a_bad_override_is_one_sentence(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         load(override)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_an_override_of_what_is_no_table_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("scale = 5\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--set scale.time=2: scale is no table in the file; write \[scale\] there."):
+        load("scale.time=2", name=str(path))
 
 
 @pytest.mark.parametrize(

@@ -237,17 +237,25 @@ def test_deadlines_are_renewed_cleared_and_last_in_their_instant() -> None:
     assert told == [(latency, "Received"), (latency, "same"), (4 * MS, "earlier"), (7 * MS, "renewed")]
 
 
-def test_messages_vary_with_the_draw_and_keep_their_order() -> None:
+def test_messages_vary_with_the_draw_and_keep_their_order_and_company() -> None:
     def arrivals(draw: int) -> list[int]:
         to = Puppet([])
-        messages: list[m.Action] = [m.Send("pe0", AbortRequest(str(i), "why")) for i in range(50)]
-        run(hosted(Role("pe0", to), Role("pe1", Puppet([messages])), params=SimParams(draw=draw)))
+        pairs: list[list[m.Action]] = [
+            [
+                *(m.Send("pe0", AbortRequest(str(i), "why")) for i in (k, k + 1)),
+                m.SetDeadline("next", 20_000 * (k // 2 + 1)),
+            ]
+            for k in range(0, 50, 2)
+        ]
+        run(hosted(Role("pe0", to), Role("pe1", Puppet(pairs)), params=SimParams(draw=draw)))
         assert [event.message.request_id for _, event in to.heard[1:]] == [str(i) for i in range(50)]  # type: ignore[union-attr]
         return [at for at, _ in to.heard[1:]]
 
     first = arrivals(0)
     assert first == arrivals(0) != arrivals(1)
-    assert min(first) >= 150_000 and max(first) <= 450_000 and len(set(first)) > 3
+    assert first[::2] == first[1::2], "what is sent at one instant arrives at one"
+    late = [at - 20_000 * k for k, at in enumerate(first[::2])]
+    assert min(late) >= 150_000 and max(late) <= 450_000 and len(set(late)) > 10
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class LinkCounter:
 
     @property
     def data(self) -> ClassCount:
-        """Everything but pure acknowledgements."""
+        """Everything but acknowledgements."""
         return self.kv + self.high + self.shared
 
 

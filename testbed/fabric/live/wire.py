@@ -4,9 +4,9 @@ Forward (source to destination), after one hello per connection, per write::
 
     header 32 bytes | payload (pieces in order) | 8 bytes of seal per Layer Block, in payload order
 
-Reverse: acknowledgements of at most ``ACK_MAX_BYTES``, in the order of the writes. They stay below 128 bytes of IP
-length so that the kernel lanes treat them as TCP's own pure acknowledgements (an RDMA acknowledgement costs no lane
-bandwidth either). Seals come last so that header, payload and seals of a write and the header of the next can be read
+Reverse: acknowledgements of at most ``ACK_MAX_BYTES``, in the order of the writes. The kernel's lanes treat what comes
+from the port of data connections like TCP's own acknowledgements (an RDMA acknowledgement costs no lane bandwidth
+either). Seals come last so that header, payload and seals of a write and the header of the next can be read
 by one system call, and so that payload lands while nothing has to be remembered but a grant.
 
 Where a write lands is not on the wire: the owner of the memory knows it from its grant. Nothing here is trusted.

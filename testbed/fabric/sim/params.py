@@ -40,7 +40,8 @@ class SimParams:
     """A control message, or the acknowledgement of a write: two event loops and one trip through a socket. Measured
     round trips of the live control plane are 0.4 to 1 ms."""
     message_jitter_s: float = 0.00015
-    """How far a message may be earlier or later than that, evenly spread; what a role sends to another stays in order.
+    """How far a message may be earlier or later than that, evenly spread; what a role sends to another stays in order,
+    and what it sends at one instant arrives at one, as in one segment.
     Without any, roles that are in lock-step in the live world for an instant would be so for ever."""
     draw: int = 0
     """Which of the possible timings of messages: a run of the live world is one of them, and no draw is the right one.

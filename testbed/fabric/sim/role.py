@@ -51,8 +51,8 @@ class SimRole:
     """A hosted role.
 
     ``deadlines``: time by key; ``armed``: the time of the earliest entry in the world's heap for it. ``channels``:
-    when the last message to a role arrives there. ``disk``: tags of every stored block, of a storage server only.
-    ``submits_ns``: the earliest entry in the world's heap for ``submitter``.
+    when the last message to a role was sent, and when it arrives there. ``disk``: tags of every stored block, of a
+    storage server only. ``submits_ns``: the earliest entry in the world's heap for ``submitter``.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class SimRole:
         self.grants = GrantTable()
         self.deadlines: dict[str, int] = {}
         self.armed: dict[str, int] = {}
-        self.channels: dict[str, int] = {}
+        self.channels: dict[str, tuple[int, int]] = {}
         self.gpu: SimGpu | None = None
         self.disk: dict[int, U64] | None = None
         self.submitter = Submitter()
