@@ -172,9 +172,7 @@ def read_experiment(name_or_path: str) -> Experiment:
     tables = fill(ExperimentTables, raw, where)
     for kind, count in (("live", tables.repeat.live), ("sim", tables.repeat.sim)):
         if not 1 <= count <= MOST_REPEATS:
-            raise ConfigError(
-                f"{where}: repeat.{kind} is {count}, but everything runs 1 to {MOST_REPEATS} times."
-            )
+            raise ConfigError(f"{where}: repeat.{kind} is {count}, but everything runs 1 to {MOST_REPEATS} times.")
     for key in ("throughput_tolerance", "ratio_tolerance"):
         if not 0 <= (tolerance := getattr(tables.agree, key)) < 1:
             raise ConfigError(f"{where}: agree.{key} is {tolerance:g}, but it must be from 0 to 1, as 0.05 for 5 %.")
@@ -283,12 +281,15 @@ def _claims(tables: ExperimentTables, variants: Sequence[Variant], where: str) -
 
 
 def _comparisons(tables: ExperimentTables, variants: Sequence[Variant], where: str) -> tuple[Comparison, ...]:
-    """What both worlds must agree on: what the file lists, else the JCT of every system of every common variant."""
+    """What both worlds must agree on: what the file lists, else the mean life of an agent in every system of every common
+    variant: agents over life is the throughput of a closed loop. JCT is one agent's life, the last one's."""
     agree, here = tables.agree, f"{where}, agree"
     common = [variant for variant in variants if len(variant.worlds) == len(tables.worlds)]
     throughput = agree.throughput
     if throughput is None:
-        throughput = tuple(f"{identifier(v.name)}.{identifier(s)}.jct_s" for v in common for s in v.systems)
+        throughput = tuple(
+            f"{identifier(v.name)}.{identifier(s)}.working_set.life_s" for v in common for s in v.systems
+        )
     wanted = [(text, agree.throughput_tolerance) for text in throughput]
     wanted += [(text, agree.ratio_tolerance) for text in agree.ratios]
     comparisons = []

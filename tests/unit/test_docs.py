@@ -6,14 +6,17 @@ import ast
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from emulators.central_scheduler import CentralScheduler
 from emulators.diagrams import MACHINES, draw, fill, sections
 from emulators.prefill_engine import TABLE
 from testbed.metrics.collectives import CollectiveMetrics
 from testbed.metrics.metrics import SystemMetrics
-from testbed.protocol import machine, messages
+from testbed.protocol import machine, messages, scheduling
+from testbed.protocol.params import SidePolicy
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -29,6 +32,19 @@ def test_a_diagram_has_every_arrow() -> None:
     for before, event, after in TABLE.arrows():
         assert re.search(rf"{before.name} --> {after.name}: .*\b{event}\b", drawing)
     assert "    [*] --> RESERVING" in drawing and "    FINISHED --> [*]" in drawing
+
+
+def test_the_page_on_policies_names_what_there_is() -> None:
+    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`(\w+)`", line) for line in page.splitlines() if line.startswith("| ")]
+    functions = {name for row in rows for name in row[:-1]}
+    callers = {row[-1] for row in rows if row}
+    assert functions == {name for name in vars(scheduling) if name.startswith("select_")}
+    assert callers == {"_fetch_prefill", "_fetch_decode", "_shares"} and all(
+        hasattr(CentralScheduler, c) for c in callers
+    )
+    (names,) = re.findall(r"SidePolicy = Literal\[(.*)\]", page)
+    assert [name.strip(' "') for name in names.split(",")] == [*get_args(SidePolicy), "margin"]
 
 
 def test_every_error_is_in_the_list() -> None:

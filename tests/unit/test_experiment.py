@@ -84,8 +84,8 @@ def test_a_file_is_expanded_and_checked(tmp_path: Path) -> None:
         ("faster", "fast.basic.jct_s <= 0.9 * as_is.basic.jct_s", ("sim",)),
     ]
     assert [(c.value, c.tolerance) for c in experiment.comparisons] == [
-        ("as_is.basic.jct_s", 0.05),
-        ("as_is.dualpath.jct_s", 0.05),
+        ("as_is.basic.working_set.life_s", 0.05),
+        ("as_is.dualpath.working_set.life_s", 0.05),
         ("ratio(as_is.basic.jct_s, as_is.dualpath.jct_s)", 0.1),
     ]
     assert is_experiment(str(tmp_path / "mine.toml")) and not is_experiment("quickstart")
@@ -144,7 +144,10 @@ def test_what_is_no_whole_experiment_is_not_taken_for_a_scenario(tmp_path: Path)
 
 
 def end(world: World, variant: str, basic: float, dualpath: float, **more: Any) -> RunEnd:
-    systems = {"basic": {"jct_s": basic}, "dualpath": {"jct_s": dualpath, "paper": {"jct_s": 2 * dualpath}}}
+    systems = {
+        "basic": {"jct_s": basic, "working_set": {"life_s": basic / 2}},
+        "dualpath": {"jct_s": dualpath, "working_set": {"life_s": dualpath / 2}, "paper": {"jct_s": 2 * dualpath}},
+    }
     document: Mapping[str, Any] = {"systems": systems, "failures": [], "invalid_reasons": [], "valid": not more, **more}
     return RunEnd(world=world, variant=variant, folder=f"{world}/{variant}", document=document)
 
