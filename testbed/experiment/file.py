@@ -281,8 +281,8 @@ def _claims(tables: ExperimentTables, variants: Sequence[Variant], where: str) -
 
 
 def _comparisons(tables: ExperimentTables, variants: Sequence[Variant], where: str) -> tuple[Comparison, ...]:
-    """What both worlds must agree on: what the file lists, else the mean life of an agent in every system of every common
-    variant: agents over life is the throughput of a closed loop. JCT is one agent's life, the last one's."""
+    """What both worlds must agree on: what the file lists, else the mean life of an agent in every system of every
+    common variant: agents over life is the throughput of a closed loop. JCT is one agent's life, the last one's."""
     agree, here = tables.agree, f"{where}, agree"
     common = [variant for variant in variants if len(variant.worlds) == len(tables.worlds)]
     throughput = agree.throughput
