@@ -93,6 +93,8 @@ def calibrate(request: CalibrateRequest) -> int:
         scenario=request.scenario, systems=request.systems, overrides=request.overrides, out=request.out, summary=False
     )
     loaded = prepare(whole)
+    asked = read_scenario(request.scenario, request.overrides).cluster  # its lanes may be "auto" still
+    loaded = replace(loaded, scenario=replace(loaded.scenario, cluster=asked))
     turns = min(request.turns, loaded.scenario.workload.max_turns or request.turns)
     short = replace(whole, overrides=(*request.overrides, f"workload.max_turns={turns}"))
     for factor in FACTORS[0], FACTORS[-1]:  # what cannot be built at either end is said before anything runs
@@ -173,14 +175,13 @@ def _told(request: CalibrateRequest, loaded: LoadedScenario, probing: _Probing, 
         )
         return EXIT_FAILED if probing.failed else EXIT_INVALID
     use = stretched(loaded, FACTORS[found] * _MARGIN)
-    asked = read_scenario(request.scenario, request.overrides)
     host, cores = host_and_cores()
     scale = HostScale(
         scenario=name_of(request.scenario),
         date=f"{datetime.now():%Y-%m-%d %H:%M}",
         host=host,
         cores=cores,
-        scenario_hash=load_hash(replace(loaded.scenario, cluster=asked.cluster)),  # lanes as asked for, maybe "auto"
+        scenario_hash=load_hash(loaded.scenario),
         systems=loaded.scenario.systems,
         scales=use,
     )

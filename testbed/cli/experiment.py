@@ -28,7 +28,7 @@ from testbed.experiment.file import Experiment, Variant, read_experiment
 from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.report import run_folder
 from testbed.runtime.plan import World
-from testbed.sweep.jobs import OUTPUT, emptied, locked, metrics_of, reason_in
+from testbed.sweep.jobs import OUTPUT, emptied, is_other, locked, metrics_of, reason_in
 from testbed.sweep.pool import Task, run_all
 
 
@@ -193,15 +193,15 @@ def _folder(experiment: Experiment, request: ExperimentRequest) -> Path:
 
 
 def _refuse_others(folder: Path, jobs: Mapping[World, Sequence[_Job]]) -> None:
-    """Lose no finished run that is not of these jobs.
+    """Lose no finished run that is not of these jobs. One that was broken off as it was written is no finished run.
 
     Raises:
         ConfigError: there is one.
     """
-    for world, of_world in jobs.items():
+    for of_world in jobs.values():
         for job in of_world:
             at = folder / job.folder
-            if (at / "metrics.json").exists() and metrics_of(at, job.resolved, world) is None:
+            if is_other(at, job.resolved):
                 raise ConfigError(
                     f"{at} holds a run of another configuration; resume with the --set and --seed that it was run "
                     "with, or begin anew without --resume."

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from testbed.flowsim.run import FlowCase
 from testbed.models.model import model_named
+from testbed.paper.online import WARM_UP_S
 from testbed.workload.table2 import profile_named
 
 ONLINE_TRACE = "64K"
@@ -32,7 +33,6 @@ SYSTEM_TITLES = {
 }  # fmt: skip
 
 _QUICK = 10
-_WARM_UPS = 2  # lives of agents within an online horizon, besides the half hour that is steady: one to fill the system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Scope:
     ) -> FlowCase:
         """Poisson arrivals at ``aps`` agents/s until the horizon, which tool calls put off as they stretch a job."""
         prefill, decode = nodes or default_nodes(model)
-        horizon_s = ONLINE_HORIZON_S + _WARM_UPS * pauses_s(ONLINE_TRACE, tool_delay_s)
+        horizon_s = ONLINE_HORIZON_S * stretch(ONLINE_TRACE, tool_delay_s)
         horizon_s = horizon_s / _QUICK if self.quick else horizon_s
         return FlowCase(
             model=model,
@@ -105,9 +105,9 @@ def default_nodes(model: str) -> tuple[int, int]:
     return spec.prefill_nodes, spec.decode_nodes
 
 
-def pauses_s(trace: str, tool_delay_s: float) -> float:
-    """How long an average agent of a trace waits for its tools, all in all."""
-    return profile_named(trace).turns * tool_delay_s
+def stretch(trace: str, tool_delay_s: float) -> float:
+    """How many times as long an average agent lives that waits so long for its tools between turns, about."""
+    return 1 + (profile_named(trace).turns - 1) * tool_delay_s / WARM_UP_S
 
 
 def most_arrivals(expected: float) -> int:

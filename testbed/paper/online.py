@@ -45,14 +45,14 @@ class Stop:
     until_s: float
 
 
-def stop_rule(first_token_s: Floats, ttft_s: Floats, end_s: float, pauses_s: float = 0.0) -> Stop:
+def stop_rule(first_token_s: Floats, ttft_s: Floats, end_s: float, stretch: float = 1.0) -> Stop:
     """Apply the rule to a run that was recorded until ``end_s``.
 
     Args:
         first_token_s: seconds since the start, one per request, in any order.
         ttft_s: same length.
         end_s: nothing later is looked at.
-        pauses_s: by how much tool calls stretch an agent's life, and with it the warm-up.
+        stretch: how many times as long an agent lives by its tool calls; warm-up and half hour grow as much.
     """
     order = np.argsort(first_token_s, kind="stable")
     at = first_token_s[order]
@@ -61,11 +61,12 @@ def stop_rule(first_token_s: Floats, ttft_s: Floats, end_s: float, pauses_s: flo
         ttft = _mean(at, total, now - WINDOW_S, now)
         if ttft is not None and ttft > TTFT_SLO_S:
             return Stop(outcome=Outcome.OVER, from_s=float(now) - WINDOW_S, until_s=float(now))
-        if now - EARLIER_S - WINDOW_S < WARM_UP_S + pauses_s:
+        before_s = now - stretch * EARLIER_S
+        if before_s - WINDOW_S < stretch * WARM_UP_S:
             continue
-        earlier = _mean(at, total, now - EARLIER_S - WINDOW_S, now - EARLIER_S)
+        earlier = _mean(at, total, before_s - WINDOW_S, before_s)
         if ttft is not None and earlier is not None and abs(ttft - earlier) <= TOLERANCE * earlier:
-            return Stop(outcome=Outcome.STEADY, from_s=float(now) - EARLIER_S, until_s=float(now))
+            return Stop(outcome=Outcome.STEADY, from_s=float(before_s), until_s=float(now))
     return Stop(outcome=Outcome.UNSETTLED, from_s=max(0.0, end_s - WINDOW_S), until_s=end_s)
 
 

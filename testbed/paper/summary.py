@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.flowsim.run import FlowCase, FlowResult
-from testbed.paper.cases import pauses_s
+from testbed.paper.cases import stretch
 from testbed.paper.online import Stop, stop_rule, within_slo
 
 Floats = npt.NDArray[np.float64]
@@ -128,8 +128,8 @@ def reduce(result: FlowResult) -> CaseSummary:
     end_s = case.horizon_s if case.horizon_s else result.jct_s
     stop = None
     if case.aps:
-        pauses = pauses_s(case.trace, case.option("tool_delay_s", 0.0))
-        stop = stop_rule(result.first_token_s, ttft, max(0.0, end_s - SETTLE_S), pauses)
+        longer = stretch(case.trace, case.option("tool_delay_s", 0.0))
+        stop = stop_rule(result.first_token_s, ttft, max(0.0, end_s - SETTLE_S), longer)
     measured = np.ones(len(ttft), dtype=bool)
     if stop is not None:
         measured = (result.first_token_s >= stop.from_s) & (result.first_token_s < stop.until_s)

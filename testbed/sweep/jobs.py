@@ -69,6 +69,12 @@ def metrics_of(run: Path, resolved: Mapping[str, Any], world: World) -> Mapping[
     return document if _json(run / "config.resolved.json") == plain(resolved) else None
 
 
+def is_other(run: Path, resolved: Mapping[str, Any]) -> bool:
+    """Whether a run folder holds a whole run of another configuration."""
+    document, configuration = _json(run / "metrics.json"), _json(run / "config.resolved.json")
+    return isinstance(document, dict) and isinstance(configuration, dict) and configuration != plain(resolved)
+
+
 def clear(job: Job, folder: Path) -> Path:
     """An empty directory for a job that is to run; what a broken-off run left there is gone.
 

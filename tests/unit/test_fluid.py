@@ -172,6 +172,15 @@ def test_two_full_queues_of_packets_in_a_row_are_waited_for_one_after_the_other(
     )
 
 
+def test_what_follows_on_the_same_way_does_not_overtake_what_still_waits() -> None:
+    """A fifo first, then a queue of packets that empties: the first flow waits in it, the second need not."""
+    net = network(("first", 0.5, FIFO), ("second", 4, PACKETS), ("third", 4, FAIR))
+    way = "first second"
+    starts = [(0, 1_000_000, "second third", Lane.KV), (0, 100_000, way, Lane.KV), (290_000, 1_000, way, Lane.KV)]
+    ends = run(net, starts)
+    assert ends[0] < 290_000 and ends[1] == pytest.approx(200_000 + 376_832 / 3.5, rel=1e-3) and ends[2] >= ends[1]
+
+
 def test_shared_flows_wait_for_slots_reserved_before_them() -> None:
     net = network(("dram", 1, FIFO), ("cnic", 1, FAIR))
     starts = [(0, 1000, "dram", Lane.KV), (100, 500, "dram cnic", Lane.KV), (200, 500, "dram", Lane.KV)]

@@ -128,7 +128,7 @@ def test_figure_9(desk: Desk) -> None:
 
 def test_tool_calls_stretch_lives_and_horizons_and_not_the_formulas_capacity(desk: Desk) -> None:
     r = rows("tools", desk)
-    assert [case.horizon_s for case in FIGURES["tools"].cases(SCOPE)[::3]] == pytest.approx([5400, 7600, 12_000])
+    assert [case.horizon_s for case in FIGURES["tools"].cases(SCOPE)[::3]] == pytest.approx([5400, 10_350, 20_250])
     for stretch in (1, 2, 4):
         assert r[f"660B r = {stretch}: {CAPACITY}", "DualPath"].ours == 0.5  # TTFT 8 * APS, at most 4 s
     assert r[f"660B r = 4: {CAPACITY}, over r = 1 (argued: 4)", "DualPath"].ours == 1

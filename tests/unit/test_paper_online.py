@@ -15,10 +15,10 @@ def test_steady_from_the_start_stops_as_soon_as_half_an_hour_after_the_warm_up_i
     assert stop == Stop(outcome=Outcome.STEADY, from_s=1350.0, until_s=3150.0)  # 1200 + 150 + 1800
 
 
-def test_pauses_put_the_warm_up_off() -> None:
+def test_longer_lives_take_longer_to_be_steady() -> None:
     ttft = np.where(TIMES < 1300.0, 1.0, 1.04)  # steady all the while
-    assert stop_rule(TIMES, ttft, 3570.0, pauses_s=200.0).until_s == 3350.0
-    assert stop_rule(TIMES, ttft, 3570.0, pauses_s=1000.0).outcome is Outcome.UNSETTLED
+    assert stop_rule(TIMES, ttft, 3570.0, stretch=1.125).until_s == 3530.0  # 1.125 x (1200 + 1800) + 150
+    assert stop_rule(TIMES, ttft, 3570.0, stretch=1.2).outcome is Outcome.UNSETTLED
 
 
 def test_a_series_that_settles_late_stops_when_both_windows_agree() -> None:

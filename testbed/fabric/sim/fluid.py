@@ -132,13 +132,15 @@ class _Route:
 
     ``gates``: for each resource that the next one along the path always holds back, that one; only the ends of a path
     can have one, so that the next one has none. ``may_reserve``: the first resource is not shared between flows but by
-    order; ``in_order``: all are queues, so that of the flows of a stream only the oldest can have a rate.
+    order; ``in_order``: all are queues, so that of the flows of a stream only the oldest can have a rate. ``arrivals``:
+    by lane and source, when the last flow that had to wait once more is there.
     """
 
-    __slots__ = ("gates", "in_order", "may_reserve", "rate_bps", "states")
+    __slots__ = ("arrivals", "gates", "in_order", "may_reserve", "rate_bps", "states")
 
     def __init__(self, states: tuple[_State, ...]) -> None:
         self.states = states
+        self.arrivals: dict[tuple[Lane, str], int] = {}
         self.rate_bps = min(state.rate_bps for state in states)
         self.may_reserve = any(state.discipline is Discipline.FIFO for state in states)
         self.in_order = all(state.turns for state in states)
@@ -200,17 +202,16 @@ class _Stream:
     """Flows of one path, lane and source over queues of packets: they are sent one after the other.
 
     ``weight_bytes`` is what it has in the queue that holds it back: all that it has been given to send since it was
-    last idle, as far as its window reaches. ``arrives_ns``: when the last that it has sent is there.
+    last idle, as far as its window reaches.
     """
 
-    __slots__ = ("arrives_ns", "behind", "head", "left_bytes", "weight_bytes")
+    __slots__ = ("behind", "head", "left_bytes", "weight_bytes")
 
     def __init__(self) -> None:
         self.head: _Flow | None = None
         self.behind: deque[_Flow] = deque()
         self.left_bytes = 0
         self.weight_bytes = 0
-        self.arrives_ns = 0
 
     def add(self, size_bytes: int) -> bool:
         """Count what it is given to send; whether its weight has grown."""
@@ -286,7 +287,10 @@ class FluidNetwork:
         for state, gate in through:
             state.reserved_gates[gate] = None
             state.add_slot(now_ns, *gate.slots[-1])
-        heappush(self._reserved, (begin_ns - (-work // route.rate_bps), order, token))
+        end_ns = begin_ns - (-work // route.rate_bps)
+        if route.arrivals:  # behind whatever still waits on this way
+            end_ns = max(end_ns, *route.arrivals.values())
+        heappush(self._reserved, (end_ns, order, token))
 
     def _share(self, flow: _Flow) -> None:
         """Let a flow compete, behind those of its stream where all of its path are queues."""
@@ -416,11 +420,11 @@ class FluidNetwork:
         self._now_ns = now_ns
 
     def _arrival_ns(self, flow: _Flow) -> int:
-        """When a flow whose last byte has been sent is through all queues, behind those of its stream."""
+        """When a flow whose last byte has been sent is through all queues, behind those of its connection."""
         arrives_ns = self._now_ns + sum(state.wait_ns(flow) for state in flow.states)
-        if flow.stream is None:
-            return arrives_ns
-        flow.stream.arrives_ns = arrives_ns = max(arrives_ns, flow.stream.arrives_ns)
+        arrivals, key = flow.route.arrivals, (flow.lane, flow.source)
+        if arrives_ns > self._now_ns or key in arrivals:
+            arrivals[key] = arrives_ns = max(arrives_ns, arrivals.get(key, 0))
         return arrives_ns
 
     def _end(self, flow: _Flow) -> None:

@@ -29,7 +29,7 @@ _HIGHEST_APS = 2.0
 
 
 def _case(scope: Scope, r: int, aps: float) -> FlowCase:
-    pause_s = (r - 1) * _LIFE_S / profile_named(ONLINE_TRACE).turns
+    pause_s = (r - 1) * _LIFE_S / (profile_named(ONLINE_TRACE).turns - 1)
     return scope.online(_MODEL, _SYSTEM, aps, tool_delay_s=pause_s)
 
 
