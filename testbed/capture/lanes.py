@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from testbed.capture.packets import Flow, Packet
-from testbed.fabric.live.lanes import EXPEDITED_FORWARDING, SMALL_PACKET_BYTES
+from testbed.fabric.live.lanes import EXPEDITED_FORWARDING, PUSH_OR_FIN, SMALL_PACKET_BYTES
 from testbed.fabric.live.sockets import DATA_PORT, EXCHANGE_PORT
 
 
@@ -39,12 +39,11 @@ class Cargo(enum.Enum):
 
 LANE_OF = {Cargo.KV: Lane.KV, Cargo.MODEL: Lane.HIGH}
 _DSCP_MASK = 0xFC
-_PUSH_OR_FIN = 0x09
 
 
 def lane_of(packet: Packet) -> Lane:
     """The lane that the filters of a port choose."""
-    small = packet.ip_bytes < SMALL_PACKET_BYTES and not packet.flags & _PUSH_OR_FIN
+    small = packet.ip_bytes < SMALL_PACKET_BYTES and not packet.flags & PUSH_OR_FIN
     return Lane.ACK if small or packet.flow[2] == DATA_PORT else marked(packet)
 
 

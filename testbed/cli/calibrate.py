@@ -22,7 +22,7 @@ from typing import Any
 
 from scenarios.loader import LoadedScenario, name_of, read_scenario
 from testbed.cli.host_scale import HostScale, Scales, host_and_cores, keep, load_hash
-from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder
+from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder, set_options
 from testbed.errors import ConfigError
 from testbed.metrics.summary import EXIT_FAILED, EXIT_INVALID, EXIT_VALID
 from testbed.report import run_folder
@@ -185,14 +185,14 @@ def _told(request: CalibrateRequest, loaded: LoadedScenario, probing: _Probing, 
         systems=loaded.scenario.systems,
         scales=use,
     )
-    given = [word for override in request.overrides for word in ("--set", override)]
+    given = set_options(request.overrides)
     if request.systems:
         given += ["--systems", ",".join(request.systems)]
     command = shlex.join(["testbed", "run", request.scenario, *given])
     sys.stdout.write(
         f"The fastest that was valid on this host ({cores} cores): 1:{stretched(loaded, FACTORS[found]).bandwidth:,g}; "
         f"with a margin of {_MARGIN - 1:.0%}, use\n"
-        f"  {command} {' '.join(f'--set {override}' for override in use.overrides)}\n"
+        f"  {command} {shlex.join(set_options(use.overrides))}\n"
     )
     path = keep(scale)
     sys.stdout.write(f"or, the same, {command} --calibrated (kept in {path}).\n")

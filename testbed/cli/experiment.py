@@ -20,7 +20,7 @@ from rich.console import Console
 
 from scenarios.loader import LoadedScenario
 from testbed.cli.progress import Report, reporting
-from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder, stored_bytes
+from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder, set_options, stored_bytes
 from testbed.cli.sweep import code_of, ended_like_ctrl_c
 from testbed.errors import ConfigError, HostError, UnsupportedError
 from testbed.experiment import report
@@ -110,7 +110,7 @@ def run_experiment(request: ExperimentRequest) -> int:
 
 def _again(request: ExperimentRequest, folder: Path) -> str:
     """The command that goes on where this one ended."""
-    given = [word for override in request.overrides for word in ("--set", override)]
+    given = set_options(request.overrides)
     if request.seed is not None:
         given += ["--seed", str(request.seed)]
     if request.world is not None:

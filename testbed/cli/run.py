@@ -112,6 +112,11 @@ def _run_in(folder: Path, loaded: LoadedScenario, request: RunRequest) -> int:
     return _run_inside(loaded, folder, request)
 
 
+def set_options(overrides: Sequence[str]) -> list[str]:
+    """The words of the command line that say the same."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
 def prepare(request: RunRequest) -> LoadedScenario:
     """Load the scenario, for a folder that is still to be made, and check its expectations.
 

@@ -54,7 +54,7 @@ class CollectiveMetrics:
     attention of others, loads of others, and the network. ``attention_balance``: largest attention time of a PE group
     in a forward over the mean of its engines (Figure 14; 1 is best), mean over forwards with work;
     ``attention_balance_full``: over those only in which every engine had some. 0: there were none.
-    ``given_up``: barriers that were passed without a peer.
+    ``given_up``: barriers at which the wait for a peer was given up.
     """
 
     dispatch_s: Mapping[str, Latency]

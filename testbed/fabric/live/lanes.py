@@ -59,6 +59,7 @@ LEAST_BURST_BYTES = 1_600  # a segment: what a link that was idle may send for n
 BURST_SECONDS = 0.0005  # what a late timer may give back at once
 ACK_RATE_BPS = 1_000_000_000
 SMALL_PACKET_BYTES = 128  # acknowledgements are below this, with all their options
+PUSH_OR_FIN = 0x09  # TCP flags; acknowledgements have neither
 
 EXPEDITED_FORWARDING = 0xB8
 """The TOS byte (DSCP EF) that puts a socket's traffic in the high lane."""
@@ -78,7 +79,6 @@ REST = 0x5F
 """Minor number of the queue for whatever has none of its own."""
 _BANDED = (LaneDiscipline.PRIO, LaneDiscipline.ETS)
 _SOURCE_ADDRESS_OFFSET, _PORTS_OFFSET, _FLAGS_OFFSET = 12, 20, 32  # in IPv4 without options, then TCP
-_PUSH_OR_FIN = 0x00090000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ _ACKNOWLEDGEMENTS = (
         target=ACK_CLASS,
         keys=(
             Key(value=0, mask=0xFFFF & ~(SMALL_PACKET_BYTES - 1), offset=0),
-            Key(value=0, mask=_PUSH_OR_FIN, offset=_FLAGS_OFFSET),
+            Key(value=0, mask=PUSH_OR_FIN << 16, offset=_FLAGS_OFFSET),
         ),
     ),
     Match(parent=ROOT, target=ACK_CLASS, keys=(Key(value=DATA_PORT << 16, mask=0xFFFF0000, offset=_PORTS_OFFSET),)),

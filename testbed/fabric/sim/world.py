@@ -236,9 +236,10 @@ class SimWorld:
             sent_ns, there_ns = role.channels.get(action.to, (-1, 0))
             if sent_ns != at_ns:  # what is sent together travels together, as it does in one segment
                 self._random = _mixed(self._random)
-                at_ns += self._earliest_ns + (self._random >> 32) * self._spread_ns // 2**32
-                role.channels[action.to] = self.now_ns, max(at_ns, there_ns)
-            at_ns = role.channels[action.to][1]
+                delay_ns = self._earliest_ns + (self._random >> 32) * self._spread_ns // 2**32
+                there_ns = max(at_ns + delay_ns, there_ns)
+                role.channels[action.to] = at_ns, there_ns
+            at_ns = there_ns
         self._at(at_ns, Priority.MESSAGE, to, m.Received(role.name, action.message))
 
     def _set_deadline(self, role: SimRole, action: m.SetDeadline) -> None:
