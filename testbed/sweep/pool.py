@@ -1,7 +1,7 @@
 """Runs jobs at the same time, each in a process of its own that is forked from this one.
 
 A process per job, and not a worker that takes many: a run may fork (the live world does), may grow large, may be killed
-by the kernel; none of it reaches the next run. Nothing here uses threads, so that forking stays safe.
+by the kernel; none of it reaches the next run. Nothing here starts threads, so that forking stays safe.
 
 Invariants: at most ``workers`` processes at a time; when ``run_all`` returns or raises, none of them is left; when this
 process is killed, they are interrupted.
@@ -14,12 +14,12 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from testbed.errors import HostError
 from testbed.fabric.live.syscalls import die_with_parent
@@ -31,15 +31,32 @@ _PATIENCE_S = 20.0
 """How long an interrupted run may take to tidy up before it is killed."""
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+Handlers = Mapping[signal.Signals, Any]
+
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Interruptions wait until this is left."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+def _uninterrupted() -> Iterator[Handlers]:
+    """Interruptions wait until this is left; gives the handlers that they will then find.
+
+    Two things are needed. The mask is what a forked process inherits, but it is this thread's alone: where a library
+    has threads (NumPy's BLAS has), the kernel hands the signal to one of them, and Python runs the handler here all
+    the same. So the handlers only take a note meanwhile.
+    """
+    came: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+    handlers = {number: signal.signal(number, lambda n, _: came.append(n)) for number in _INTERRUPTIONS}
     try:
-        yield
+        yield handlers
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _set(handlers)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def _set(handlers: Handlers) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +82,8 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < workers:
                 task = waiting.pop()
-                process = context.Process(target=_child, args=(task, work, os.getpid()))
-                with _uninterrupted():  # a process that has started is in the list
+                with _uninterrupted() as handlers:  # a process that has started is in the list
+                    process = context.Process(target=_child, args=(task, work, os.getpid(), handlers))
                     process.start()
                     running[process.sentinel] = (process, task)
             ended = multiprocessing.connection.wait(list(running), timeout=_POLL_S)
@@ -74,8 +91,9 @@ def run_all(
                 told(None, "")
             for sentinel in ended:
                 assert isinstance(sentinel, int)
-                process, task = running.pop(sentinel)
+                process, task = running[sentinel]
                 process.join()
+                del running[sentinel]
                 told(task.subject, _how(process.exitcode))
                 process.close()
     finally:
@@ -83,7 +101,7 @@ def run_all(
             _stop([process for process, _ in running.values()])
 
 
-def _child(task: Task[T], work: Callable[[T], int], parent: int) -> None:
+def _child(task: Task[T], work: Callable[[T], int], parent: int, handlers: Handlers) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep alone, which passes it on once
     die_with_parent(signal.SIGINT)  # it tidies up as after Ctrl-C when the sweep is killed
     if os.getppid() != parent:
@@ -97,6 +115,7 @@ def _child(task: Task[T], work: Callable[[T], int], parent: int) -> None:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
         sys.stdout = sys.stderr = file  # whatever they were, a terminal or something that captures
+        _set(handlers)
         # An interruption that came meanwhile strikes here, where what it prints is the run's.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTIONS)
         sys.exit(work(task.subject))

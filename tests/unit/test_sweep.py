@@ -10,8 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,43 @@ def test_an_interruption_ends_the_runs_and_keeps_what_is_done(tmp_path: Path) ->
     assert [finished(job, folder) is not None for job in jobs] == [True] * 3 + [False] * 5
     assert not multiprocessing.active_children()
     assert go(sweep, folder, resume=True).kept == 3
+
+
+def test_an_interruption_that_another_thread_takes_leaves_no_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked: list[int] = []
+
+    def start_and_be_interrupted(process: ForkProcess) -> None:
+        start(process)
+        assert process.pid is not None
+        forked.append(process.pid)
+        signal.pthread_kill(thread.ident or 0, signal.SIGINT)
+        assert os.read(taken, 1) == bytes([signal.SIGINT])  # and Python now owes this thread the handler
+
+    def work(subject: int) -> int:
+        time.sleep(60)
+        return 0
+
+    start = ForkProcess.start
+    monkeypatch.setattr(ForkProcess, "start", start_and_be_interrupted)
+    taken, told = os.pipe()
+    os.set_blocking(told, False)
+    before, over = signal.set_wakeup_fd(told), threading.Event()
+    thread = threading.Thread(target=over.wait)  # like those of NumPy's BLAS: it blocks no signal
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all([Task(subject=1, output=tmp_path / "1.txt")], work, 1, lambda subject, how: None)
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        thread.join()
+        os.close(taken)
+        os.close(told)
+    with pytest.raises(ProcessLookupError):
+        os.kill(forked[0], 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_never_more_processes_than_workers(tmp_path: Path) -> None:
