@@ -8,24 +8,44 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from testbed.cli.blame import explained
 from testbed.errors import ConfigError
 
 BROKEN_PIPE = 141
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What the library raises for a command line that makes no sense; it gives this class no public name."""
+
+
+class _Commands(TyperGroup):
+    """Says what is wrong with a command line in one sentence, as for all other bad input."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
+        given = list(sys.argv[1:] if args is None else args) or ["--help"]
+        try:
+            code = super().main(given, *rest, **{**more, "standalone_mode": False})
+        except _UsageError as error:
+            said = error.format_message()  # type: ignore[attr-defined]
+            path = error.ctx.command_path if error.ctx else "testbed"  # type: ignore[attr-defined]
+            sys.stderr.write(f"error: {' '.join(said.split()).rstrip('.')}; `{path} --help` lists what there is.\n")
+            code = ConfigError.exit_code
+        sys.exit(code)
+
+
 app = typer.Typer(
     name="testbed",
+    cls=_Commands,
     help="An emulation testbed for DualPath: KV cache reads through prefill and decode storage NICs, with real bytes.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

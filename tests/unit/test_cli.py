@@ -55,6 +55,11 @@ testbed.__test__ = False  # type: ignore[attr-defined]  # a helper, whatever its
         (["scale", "nothing"], "unknown scenario 'nothing'"),
         (["topo", "1p3d"], "unknown topology or scenario '1p3d' (did you mean"),
         (["shell", "2p4"], "(did you mean '2p4d'?)"),
+        (["runn"], "No such command 'runn'"),
+        (["run", "quickstart", "--sede", "1"], "No such option: --sede"),
+        (["run", "quickstart", "--seed", "x"], "Invalid value for '--seed'"),
+        (["run", "quickstart", "twice"], "twice"),
+        (["sweep"], "Missing argument 'file'"),
     ],
 )
 def test_bad_input_is_a_sentence_and_code_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -65,9 +70,10 @@ def test_bad_input_is_a_sentence_and_code_2(arguments: list[str], sentence: str,
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_command_that_does_not_exist_is_code_2() -> None:
-    assert testbed("runn").code == 2
-    assert testbed("run", "quickstart", "--sett", "x").code == 2
+def test_nothing_asked_for_is_help() -> None:
+    done = testbed()
+    assert done.code == 0 and "calibrate" in done.out and done.err == ""
+    assert testbed("run", "--help").code == 0
 
 
 def test_an_expectation_that_is_none_is_refused_before_the_run(tmp_path: Path) -> None:
