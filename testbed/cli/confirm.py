@@ -30,7 +30,7 @@ from testbed.ids import DRIVER
 from testbed.runtime.past import warm_entries
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.sim_run import world_of
-from testbed.sweep.pool import Task, run_all
+from testbed.sweep.pool import Task, how_ended, run_all
 
 _AGENTS_PER_NODE = 24
 """Times s: enough work that waits for no GPU to run dry by chance, for the equations assume balance. With a third of it
@@ -85,10 +85,10 @@ def _simulate(wanted: list[_Simulation]) -> dict[tuple[int, int], Step]:
             _result(tasks[one.nodes]).write_text(json.dumps(_measure(one)), encoding="utf-8")
             return 0
 
-        def told(one: _Simulation | None, how: str) -> None:
+        def told(one: _Simulation | None, code: int) -> None:
             if one is not None:
                 ended.append(one)
-                if how:
+                if how := how_ended(code):
                     said = tasks[one.nodes].output.read_text(encoding="utf-8").strip().splitlines()
                     raise RunFailedError(f"simulating {one.nodes[0]}P{one.nodes[1]}D {how}: {(said or [''])[-1]}")
             progress(f"simulating {len(tasks)} clusters", len(ended) / len(tasks))

@@ -29,7 +29,7 @@ from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.report import run_folder
 from testbed.runtime.plan import World
 from testbed.sweep.jobs import OUTPUT, emptied, is_other, locked, metrics_of, reason_in
-from testbed.sweep.pool import Task, run_all
+from testbed.sweep.pool import Task, how_ended, run_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +105,9 @@ def run_experiment(request: ExperimentRequest) -> int:
     elif outcome.exit_code or outcome.unsupported:
         lines = (*map(str, outcome.unsupported), *outcome.failures, *outcome.troubles, outcome.verdict)
         sys.stderr.write("".join(f"{line}\n" for line in lines))
+    if outcome.by_host:
+        again = _again(request, folder)
+        raise HostError(f"this host stopped runs, see above; mend that, then `{again}` does what is missing.")
     return outcome.exit_code
 
 
@@ -211,12 +214,12 @@ def _refuse_others(folder: Path, jobs: Mapping[World, Sequence[_Job]]) -> None:
 def _run_world(world: World, jobs: Sequence[_Job], folder: Path, progress: Report) -> list[RunEnd]:
     """Run what has no metrics of its configuration yet; how everything ended."""
     todo = [job for job in jobs if metrics_of(folder / job.folder, job.resolved, world) is None]
-    ended: dict[str, str] = {}
+    ended: dict[str, int] = {}
     workers = 1 if world == "live" else os.cpu_count() or 1  # live runs would falsify each other
 
-    def told(job: _Job | None, how: str) -> None:
+    def told(job: _Job | None, code: int) -> None:
         if job is not None:
-            ended[job.folder] = how
+            ended[job.folder] = code
         done = len(jobs) - len(todo) + len(ended)
         latest = f", {job.variant} is done" if job is not None else ""
         progress(f"{world}: {done} of {len(jobs)} runs{latest if done < len(jobs) else ''}", done / len(jobs))
@@ -229,8 +232,18 @@ def _run_world(world: World, jobs: Sequence[_Job], folder: Path, progress: Repor
     ends = []
     for job in jobs:
         document = metrics_of(folder / job.folder, job.resolved, world)
-        error = "" if document else reason_in(folder / job.folder) or ended.get(job.folder, "") or "did not run"
-        ends.append(RunEnd(world=world, variant=job.variant, folder=job.folder, document=document, error=error))
+        code = ended.get(job.folder, 0)
+        error = "" if document else reason_in(folder / job.folder) or how_ended(code) or "did not run"
+        ends.append(
+            RunEnd(
+                world=world,
+                variant=job.variant,
+                folder=job.folder,
+                document=document,
+                error=error,
+                by_host=not document and code == HostError.exit_code,
+            )
+        )
     return ends
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from testbed.cli.blame import INTERRUPTED
 from testbed.cli.progress import reporting
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run
-from testbed.errors import ConfigError, RunFailedError, TestbedError
+from testbed.errors import ConfigError, HostError, RunFailedError, TestbedError
 from testbed.metrics.summary import EXIT_FAILED, EXIT_INVALID, EXIT_VALID
 from testbed.sweep.file import Sweep, read_sweep
 from testbed.sweep.jobs import Job
@@ -63,6 +63,9 @@ def sweep(request: SweepRequest) -> int:
             )
             return code_of(interruption)
     _tell(outcome)
+    if outcome.by_host:
+        sys.stderr.write("error: this host stopped runs, see above; mend that, then --resume does what is missing\n")
+        return HostError.exit_code
     return EXIT_FAILED if outcome.failed else EXIT_INVALID if outcome.invalid else EXIT_VALID
 
 

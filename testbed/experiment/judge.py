@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from testbed.errors import HostError
 from testbed.experiment.file import Experiment
 from testbed.metrics.expression import UnknownMetricError, evaluate, figure, names_in, with_numbers
 from testbed.metrics.summary import EXIT_FAILED, EXIT_INVALID, EXIT_VALID
@@ -24,13 +25,15 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How one run of a variant ended. ``document``: its metrics.json; None if there is none, ``error`` says why."""
+    """How one run of a variant ended. ``document``: its metrics.json; None if there is none, ``error`` says why, and
+    ``by_host`` whether it is the host's fault (a full disk)."""
 
     world: World
     variant: str
     folder: str
     document: Mapping[str, Any] | None
     error: str = ""
+    by_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +94,14 @@ class Outcome:
     failures: tuple[str, ...]
     troubles: tuple[str, ...]
     unsupported: tuple[Unsupported, ...] = ()
+    by_host: bool = False
 
     @property
     def exit_code(self) -> int:
-        """1: a run failed, an expectation is false or the worlds differ; 3: a run is not valid, so nothing is shown."""
+        """1: a run failed, an expectation is false or the worlds differ; 2: the host stopped a run; 3: a run is not
+        valid, so nothing is shown."""
+        if self.by_host:
+            return HostError.exit_code
         if self.failures:
             return EXIT_FAILED
         if self.troubles:
@@ -149,6 +156,7 @@ def judge(experiment: Experiment, runs: Sequence[RunEnd], unsupported: Sequence[
         failures=tuple(failures),
         troubles=tuple(troubles),
         unsupported=tuple(unsupported),
+        by_host=any(run.by_host for run in runs),
     )
 
 

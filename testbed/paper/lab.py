@@ -7,6 +7,7 @@ alone, not on the number of workers or on the order of completion.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -78,7 +79,10 @@ class Lab:
 
     def _spread(self, todo: list[FlowCase], progress: _Progress) -> None:
         pool = ProcessPoolExecutor(
-            min(self.workers, len(todo)), mp_context=multiprocessing.get_context("fork"), initializer=_begin
+            min(self.workers, len(todo)),
+            mp_context=multiprocessing.get_context("fork"),
+            initializer=_begin,
+            initargs=(os.getpid(),),
         )
         try:
             waiting: dict[Future[Done], FlowCase] = {pool.submit(_work, self.simulate, case): case for case in todo}
@@ -110,7 +114,7 @@ class _Progress:
         self.report(STAGE, self._so_far / self.total)
 
 
-def _begin() -> None:
+def _begin(parent: int) -> None:
     """In a worker: it just ends when Ctrl-C reaches the whole group (the parent tells of it), and with its parent.
 
     A simulation holds the interpreter for minutes, so the kernel has to end it, not a thread.
@@ -118,6 +122,8 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before it could be watched
+        os._exit(1)
 
 
 def _work(simulate_case: Simulate, case: FlowCase) -> Done:

@@ -43,15 +43,18 @@ def _uninterrupted() -> Iterator[Handlers]:
     the same. So the handlers only take a note meanwhile.
     """
     came: list[int] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
-    handlers = {number: signal.signal(number, lambda n, _: came.append(n)) for number in _INTERRUPTIONS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {number: signal.getsignal(number) for number in _INTERRUPTIONS}
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
+        for number in _INTERRUPTIONS:
+            signal.signal(number, lambda n, _: came.append(n))
         yield handlers
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _set(handlers)
-        for number in came:
-            signal.raise_signal(number)
+        for one in came:
+            signal.raise_signal(one)
 
 
 def _set(handlers: Handlers) -> None:
@@ -68,10 +71,10 @@ class Task(Generic[T]):
 
 
 def run_all(
-    tasks: Sequence[Task[T]], work: Callable[[T], int], workers: int, told: Callable[[T | None, str], None]
+    tasks: Sequence[Task[T]], work: Callable[[T], int], workers: int, told: Callable[[T | None, int], None]
 ) -> None:
-    """Run ``work`` on every subject; ``told`` hears of each end how it was ("" for exit codes that a run explains
-    itself), and of None once a second while nothing ends.
+    """Run ``work`` on every subject; ``told`` hears of each end with its exit code (-n: by signal n), and of None once
+    a second while nothing ends.
 
     An interruption (KeyboardInterrupt) is passed on to the runs, waited for, and raised.
     """
@@ -88,17 +91,23 @@ def run_all(
                     running[process.sentinel] = (process, task)
             ended = multiprocessing.connection.wait(list(running), timeout=_POLL_S)
             if not ended:
-                told(None, "")
+                told(None, 0)
             for sentinel in ended:
                 assert isinstance(sentinel, int)
                 process, task = running[sentinel]
                 process.join()
+                assert process.exitcode is not None
                 del running[sentinel]
-                told(task.subject, _how(process.exitcode))
+                told(task.subject, process.exitcode)
                 process.close()
     finally:
-        with _uninterrupted():  # impatience must not leave a process behind
-            _stop([process for process, _ in running.values()])
+        try:
+            with _uninterrupted():  # impatience must not leave a process behind
+                _stop([process for process, _ in running.values()])
+        except KeyboardInterrupt:  # a second one, that came before or while they ended
+            with _uninterrupted():
+                _stop([process for process, _ in running.values()])
+            raise
 
 
 def _child(task: Task[T], work: Callable[[T], int], parent: int, handlers: Handlers) -> None:
@@ -121,8 +130,9 @@ def _child(task: Task[T], work: Callable[[T], int], parent: int, handlers: Handl
         sys.exit(work(task.subject))
 
 
-def _how(code: int | None) -> str:
-    if code is not None and code < 0:
+def how_ended(code: int) -> str:
+    """An exit code in words; "" for 0."""
+    if code < 0:
         return f"ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}" if code else ""
 

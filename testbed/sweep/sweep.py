@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from testbed.errors import ConfigError
+from testbed.errors import ConfigError, HostError
 from testbed.sweep.file import Sweep
 from testbed.sweep.jobs import OUTPUT, RUNS, Job, clear, finished, locked, row_of
-from testbed.sweep.pool import Task, run_all
+from testbed.sweep.pool import Task, how_ended, run_all
 from testbed.sweep.table import Row, write_table
 
 TABLE = "sweep.csv"
@@ -28,11 +28,13 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a sweep came to: its rows in the order of the file, and how many runs were done before."""
+    """What a sweep came to: its rows in the order of the file, how many runs were done before, and whether the host
+    (a full disk) kept some from ending."""
 
     rows: tuple[Row, ...]
     table: Path
     kept: int
+    by_host: bool
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -87,20 +89,20 @@ def run_sweep(
         )
     with locked(folder, "sweep"):
         todo = [job for job in jobs if finished(job, folder) is None]
-        kept, ended = len(jobs) - len(todo), dict[str, str]()
+        kept, ended = len(jobs) - len(todo), dict[str, int]()
         title = f"{sweep.name}: {len(jobs)} runs, {workers} at a time"
 
-        def told(job: Job | None, how: str) -> None:
+        def told(job: Job | None, code: int) -> None:
             if job is not None:
-                ended[job.run] = how
+                ended[job.run] = code
             progress(title, (kept + len(ended)) / len(jobs))
 
         progress(title, kept / len(jobs))
         tasks = [Task(subject=job, output=clear(job, folder) / OUTPUT) for job in todo]
         run_all(tasks, lambda job: run(job, folder / job.run), workers, told)
-        rows = tuple(row_of(job, folder, ended.get(job.run, "")) for job in jobs)
+        rows = tuple(row_of(job, folder, how_ended(ended.get(job.run, 0))) for job in jobs)
         write_table(folder / TABLE, rows, sweep.keys, sweep.metrics)
-    return Outcome(rows=rows, table=folder / TABLE, kept=kept)
+    return Outcome(rows=rows, table=folder / TABLE, kept=kept, by_host=HostError.exit_code in ended.values())
 
 
 def done_of(jobs: list[Job], folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,9 @@ def test_medians_are_judged_and_the_worlds_compared(tmp_path: Path) -> None:
     assert outcome.measured["live"]["as-is"]["dualpath.paper.jct_s"] == 10
 
 
+GONE = RunEnd(world="live", variant="as-is", folder="", document=None, error="killed")
+
+
 @pytest.mark.parametrize(
     ("runs", "code", "sentence"),
     [
@@ -181,7 +185,8 @@ def test_medians_are_judged_and_the_worlds_compared(tmp_path: Path) -> None:
         ((end("live", "as-is", 10, 5.6), *GOOD[1:]), 1, "agree on 1 of 3 figures"),
         ((end("live", "as-is", 10, 5, invalid_reasons=["Late."]), *GOOD[1:]), 3, "INVALID: 1 runs"),
         ((*GOOD[:4], end("sim", "fast", 9, 4, failures=["Wrong token."])), 1, "FAILED: 1 runs"),
-        ((RunEnd(world="live", variant="as-is", folder="", document=None, error="killed"), *GOOD[1:]), 1, "FAILED: 1"),
+        ((GONE, *GOOD[1:]), 1, "FAILED: 1"),
+        ((replace(GONE, by_host=True), *GOOD[1:]), 2, "FAILED: 1"),
     ],
 )
 def test_exit_codes(runs: Sequence[RunEnd], code: int, sentence: str, tmp_path: Path) -> None:
