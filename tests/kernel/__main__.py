@@ -18,7 +18,7 @@ from testbed.errors import HostError, TestbedError
 from tests.kernel import guest, packages
 
 MARKER = "stock_kernel"
-LIMIT_S = 900.0
+LIMIT_S = 1500.0
 CHECKOUT = Path(__file__).parents[2]
 
 

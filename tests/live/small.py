@@ -11,7 +11,7 @@ from testbed.metrics.summary import Summary
 from testbed.runtime import live_run
 from tests.live.sandboxed import in_sandbox
 
-ONE_GPU = ("cluster.gpus_per_node=1", "protocol.wait_deadline_s=3")
+ONE_GPU = ("cluster.gpus_per_node=1", "protocol.wait_deadline_s=30")
 BUSY_HOST = ("trust.lag_p99_ms=10000", "trust.cpu_share=1.0")  # other tests may share it: that is no fault of the run
 
 
@@ -30,7 +30,7 @@ def run_judged(
     return in_sandbox(body)
 
 
-def run_small(tmp_path: Path, *systems: str, agents: int = 1, turns: int = 2, deadline_s: float = 3) -> Summary:
+def run_small(tmp_path: Path, *systems: str, agents: int = 1, turns: int = 2, deadline_s: float = 30) -> Summary:
     """The quickstart with few rounds; their past lies in storage, so the first of them reads."""
     small = (
         f"workload.agents={agents}",

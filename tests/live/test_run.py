@@ -192,7 +192,7 @@ def test_trajectories_from_files_share_the_blocks_of_their_system_prompt(tmp_pat
             {"role": "assistant", "content": "That is all. " * 4},
         ]
         (tmp_path / f"{name}.traj").write_text(json.dumps({"history": [system, *talk]}))
-    late = (f"workload.path={tmp_path}", "workload.arrivals=10")  # the second finds what the first has stored
+    late = (f"workload.path={tmp_path}", "workload.arrivals=4")  # the second finds what the first has stored
     summary, rounds = run_judged(tmp_path / "run", "swe-agent", late)
     assert summary.failures == ()
     traffic = [entry for entry in summary.ledger if entry.resource != "st.disk"]  # a few blocks: padding shows there

@@ -60,7 +60,7 @@ def test_a_layer_block_at_the_wrong_offset(tmp_path: Path, monkeypatch: pytest.M
         return [action]
 
     alter(monkeypatch, DramBuffer, swap)
-    assert wrong_bytes_found(run_small(tmp_path, turns=1))
+    assert wrong_bytes_found(run_small(tmp_path, turns=1, deadline_s=3))
 
 
 def test_a_layer_that_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_layer_that_is_not_computed(tmp_path: Path, monkeypatch: pytest.Monkey
         return tokens
 
     monkeypatch.setattr(KvDevice, "prefill", skip)
-    assert wrong_bytes_found(run_small(tmp_path, turns=1))
+    assert wrong_bytes_found(run_small(tmp_path, turns=1, deadline_s=3))
 
 
 def test_a_layer_that_is_computed_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_stale_block_from_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return [action]
 
     alter(monkeypatch, StorageServer, stale)
-    assert wrong_bytes_found(run_small(tmp_path, turns=1))
+    assert wrong_bytes_found(run_small(tmp_path, turns=1, deadline_s=3))
 
 
 def test_a_lane_filter_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,11 @@ class ClusterIntf(Intf):  # type: ignore[misc]
                 return ""
             message = raise_message(index) if arguments == ("up",) else lower_message(index)
             self.node.network.socket(self.node.name).run([message])
+            ends = (self, other)
             if arguments == ("up",):
-                _await_carrier(self, other)
+                _await_carrier(lambda: all(end.status() != "NO-CARRIER" for end in ends))
+            else:
+                _await_carrier(lambda: other.status() != "OK")
             return ""
         return "UP" if flags & _IFF_UP else "DOWN"
 
@@ -136,10 +139,10 @@ class ClusterIntf(Intf):  # type: ignore[misc]
         self.node.delIntf(self)
 
 
-def _await_carrier(*ends: ClusterIntf) -> None:
-    """Carriers travel through a kernel work queue, up to a second; what is sent before is lost."""
+def _await_carrier(arrived: Callable[[], bool]) -> None:
+    """Carriers come and go through a kernel work queue, up to a second late; what is sent before is lost."""
     deadline = time.monotonic() + _CARRIER_WAIT_S
-    while any(end.status() == "NO-CARRIER" for end in ends) and time.monotonic() < deadline:
+    while not arrived() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
