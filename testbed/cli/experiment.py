@@ -140,7 +140,6 @@ def _jobs(
     jobs: dict[World, list[_Job]] = {world: [] for world in worlds}
     unsupported = []
     for world in worlds:
-        repeats = getattr(experiment.repeat, world)
         for variant in experiment.variants:
             if world not in variant.worlds:
                 continue
@@ -150,7 +149,7 @@ def _jobs(
                 unsupported.append(Unsupported(world=world, variant=variant.name, reason=str(error)))
                 continue
             jobs[world].append(first)
-            jobs[world] += [_repeated(first, number) for number in range(1, repeats)]
+            jobs[world] += [_repeated(first, number) for number in range(1, variant.repeats[world])]
     return jobs, unsupported
 
 

@@ -29,12 +29,21 @@ from topologies.tomlinput import fill, leaf_type, nearest, read_toml
 
 EACH = "each"
 """In an expectation: every variant in turn."""
+DEFAULT_REPEATS: Mapping[World, int] = {"live": 1, "sim": 3}
 MOST_REPEATS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatTable:
+    """Runs of a variant, by world, of which the median counts: live for noise, sim over timings (``sim.draw``)."""
+
+    live: int | None = None
+    sim: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VariantTable:
-    """``x``, ``series``: where its figures go in the plot. No systems or worlds: those of the experiment."""
+    """``x``, ``series``: where its figures go in the plot. No systems, worlds or repeats: those of the experiment."""
 
     name: str
     x: float | None = None
@@ -42,6 +51,7 @@ class VariantTable:
     set: Mapping[str, Any] = field(default_factory=dict)
     systems: tuple[str, ...] = ()
     worlds: tuple[World, ...] = ()
+    repeat: RepeatTable = field(default_factory=RepeatTable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +66,7 @@ class ExpectTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreeTable:
-    """What must be alike live and in sim; tolerances are relative. No ``throughput``: the JCT of everything."""
+    """What must be alike live and in sim; tolerances are relative. No ``throughput``: mean lives of everything."""
 
     throughput: tuple[str, ...] | None = None
     ratios: tuple[str, ...] = ()
@@ -84,14 +94,6 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeat:
-    """Runs of every variant, by world, of which the median counts: live for noise, sim over timings (``sim.draw``)."""
-
-    live: int = 1
-    sim: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentTables:
     """What an experiment file may hold. ``scenario``: the base; ``set``: settings of all variants, as for --set."""
 
@@ -106,7 +108,7 @@ class ExperimentTables:
     agree: AgreeTable = field(default_factory=AgreeTable)
     figure: tuple[Figure, ...] = ()
     plot: Plot = field(default_factory=Plot)
-    repeat: Repeat = field(default_factory=Repeat)
+    repeat: RepeatTable = field(default_factory=RepeatTable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class Variant:
     settings: Settings
     systems: tuple[str, ...]
     worlds: tuple[World, ...]
+    repeats: Mapping[World, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +156,6 @@ class Experiment:
     comparisons: tuple[Comparison, ...]
     figures: tuple[Figure, ...]
     plot: Plot
-    repeat: Repeat
 
 
 def read_experiment(name_or_path: str) -> Experiment:
@@ -170,9 +172,6 @@ def read_experiment(name_or_path: str) -> Experiment:
         with resources.as_file(resources.files("scenarios") / EXPERIMENTS / f"{name_or_path}{SUFFIX}") as path:
             raw = read_toml(path)
     tables = fill(ExperimentTables, raw, where)
-    for kind, count in (("live", tables.repeat.live), ("sim", tables.repeat.sim)):
-        if not 1 <= count <= MOST_REPEATS:
-            raise ConfigError(f"{where}: repeat.{kind} is {count}, but everything runs 1 to {MOST_REPEATS} times.")
     for key in ("throughput_tolerance", "ratio_tolerance"):
         if not 0 <= (tolerance := getattr(tables.agree, key)) < 1:
             raise ConfigError(f"{where}: agree.{key} is {tolerance:g}, but it must be from 0 to 1, as 0.05 for 5 %.")
@@ -191,7 +190,6 @@ def read_experiment(name_or_path: str) -> Experiment:
         comparisons=_comparisons(tables, variants, where),
         figures=tables.figure,
         plot=tables.plot,
-        repeat=tables.repeat,
     )
 
 
@@ -202,6 +200,7 @@ def _variants(tables: ExperimentTables, where: str) -> tuple[Variant, ...]:
     base = read_scenario(tables.scenario)
     systems = tables.systems or base.systems
     common = _settings(tables.set, where)
+    common_repeats = _repeats(tables.repeat, DEFAULT_REPEATS, where)
     seen: set[str] = set()
     variants = []
     for table in tables.variant:
@@ -228,6 +227,7 @@ def _variants(tables: ExperimentTables, where: str) -> tuple[Variant, ...]:
                 settings=settings,
                 systems=table.systems or systems,
                 worlds=tuple(w for w in tables.worlds if not table.worlds or w in table.worlds),
+                repeats=_repeats(table.repeat, common_repeats, here),
             )
         )
     for variant in variants:
@@ -239,6 +239,15 @@ def _variants(tables: ExperimentTables, where: str) -> tuple[Variant, ...]:
     if len({variant.x is None for variant in variants}) > 1:
         raise ConfigError(f"{where}: some variants have an x and some have none; give it to all or to none.")
     return tuple(variants)
+
+
+def _repeats(table: RepeatTable, default: Mapping[World, int], where: str) -> dict[World, int]:
+    given: dict[World, int | None] = {"live": table.live, "sim": table.sim}
+    repeats = {world: default[world] if count is None else count for world, count in given.items()}
+    for world, count in repeats.items():
+        if not 1 <= count <= MOST_REPEATS:
+            raise ConfigError(f"{where}: repeat.{world} is {count}, but everything runs 1 to {MOST_REPEATS} times.")
+    return repeats
 
 
 def _settings(tables: Mapping[str, Any], where: str) -> Settings:

@@ -111,6 +111,7 @@ def test_a_file_is_expanded_and_checked(tmp_path: Path) -> None:
         ("x = 2\n", "", "some variants have an x and some have none"),
         ("[agree]", '[plot]\nx = "gpu.speedup"\n[agree]', "variant as-is: plot.x is gpu.speedup"),
         ("[agree]", "[repeat]\nsim = 0\n[agree]", "repeat.sim is 0"),
+        ("x = 1\n", "x = 1\nrepeat = { live = 101 }\n", "variant as-is: repeat.live is 101"),
         ('systems = ["basic", "dualpath"]', 'systems = ["basic", "dualpth"]', "did you mean 'dualpath'"),
         ('worlds = ["sim"]', 'worlds = ["real"]', "variant[1].worlds[0] is 'real', but it must be one of live, sim"),
         ("[[expect]]", "[[expct]]", "unknown key 'expct' (did you mean 'expect'?)"),
@@ -210,7 +211,7 @@ def test_a_discipline_that_the_kernel_lacks_is_skipped_live(tmp_path: Path, monk
     text = TINY.replace('worlds = ["sim"]', "").replace("gpu.speedup = 100", 'gpu.speedup = 100, cluster.lanes = "ets"')
     path.write_text(text)
     jobs, unsupported = _jobs(read_experiment(str(path)), ("live", "sim"), ExperimentRequest(experiment="tiny"))
-    assert [job.variant for job in jobs["live"]] == ["as-is"] and len(jobs["sim"]) == 4
+    assert [job.variant for job in jobs["live"]] == ["as-is"] and len(jobs["sim"]) == 5
     (one,) = unsupported
     assert str(one).startswith("UNSUPPORTED live, fast: this kernel has no lanes ets (ENOENT)")
     path.write_text(text.replace("gpu.speedup = 10 ", 'gpu.speedup = 10, cluster.lanes = "ets"'))
@@ -234,6 +235,7 @@ set = { gpu.speedup = 10 }
 [[variant]]
 name = "fast"
 set = { gpu.speedup = 100 }
+repeat = { live = 9, sim = 3 }
 [[expect]]
 name = "faster"
 claim = "fast.basic.jct_s < as_is.basic.jct_s"
@@ -253,16 +255,16 @@ def test_a_real_experiment_in_the_sim_world(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "TRUE: 1 of 1 expectations hold." in done.out and "GPUs matter" in done.out
     (folder,) = out.iterdir()
-    assert sorted(p.name for p in (folder / "sim").iterdir()) == ["as-is", "as-is-2", "fast", "fast-2"]
+    assert sorted(p.name for p in (folder / "sim").iterdir()) == ["as-is", "as-is-2", "fast", "fast-2", "fast-3"]
     draws = [
-        json.loads((folder / "sim" / n / "config.resolved.json").read_text())["sim"]["draw"] for n in ("fast", "fast-2")
+        json.loads((folder / "sim" / n / "config.resolved.json").read_text())["sim"]["draw"] for n in ("fast", "fast-3")
     ]
-    assert draws == [0, 1]
+    assert draws == [0, 2]
     assert (folder / "plot-sim.png").stat().st_size > 1000 and (folder / "plot.svg").stat().st_size > 1000
     rows = list(csv.DictReader((folder / "experiment.csv").read_text().splitlines()))
     (jct,) = [r for r in rows if (r["variant"], r["system"], r["metric"]) == ("fast", "basic", "jct_s")]
     document = json.loads((folder / "experiment.json").read_text())
-    assert document["exit_code"] == 0 and float(jct["value"]) > 0 and len(document["runs"]) == 4
+    assert document["exit_code"] == 0 and float(jct["value"]) > 0 and len(document["runs"]) == 5
 
     before = {p: p.stat().st_mtime_ns for p in folder.glob("sim/*/metrics.json")}
     other = cli("run", str(path), "--set", "workload.agents=3", "--resume", str(folder))
