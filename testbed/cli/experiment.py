@@ -66,6 +66,7 @@ def run_experiment(request: ExperimentRequest) -> int:
 
     Raises:
         TestbedError: the file, a variant or the host cannot be used; nothing has been started then.
+        HostError: the host (a full disk) stopped runs.
     """
     experiment = read_experiment(request.experiment)
     worlds = _worlds(experiment, request.world)
@@ -76,6 +77,7 @@ def run_experiment(request: ExperimentRequest) -> int:
     if "live" in worlds:
         refuse_hidden(request.resume or request.out)
     folder = _folder(experiment, request)
+    again = _again(request, folder)
     _refuse_others(folder, jobs)
     plans = [(job.loaded.plan, world) for world, of_world in jobs.items() for job in of_world]
     run_folder.check_space(folder, max((stored_bytes(plan) for plan, world in plans if world == "live"), default=0))
@@ -89,7 +91,7 @@ def run_experiment(request: ExperimentRequest) -> int:
         ):
             ends = [_run_world(world, todo, folder, progress) for world, todo in jobs.items() if todo]
     except KeyboardInterrupt as interruption:
-        sys.stderr.write(f"error: interrupted; `{_again(request, folder)}` does what is missing\n")
+        sys.stderr.write(f"error: interrupted; `{again}` does what is missing\n")
         return code_of(interruption)
     runs = [end for of_world in ends for end in of_world]
     outcome = judge(experiment, runs, unsupported)
@@ -98,7 +100,6 @@ def run_experiment(request: ExperimentRequest) -> int:
     try:
         _leave(folder, outcome, runs)
     except HostError as error:
-        again = _again(request, folder)
         raise HostError(f"{str(error).rstrip('.')}; free some space, then `{again}` does what is missing.") from error
     if not request.quiet:
         Console(highlight=False, markup=False).print(f"Run folders, experiment.csv and plots: {folder}", soft_wrap=True)
@@ -106,7 +107,6 @@ def run_experiment(request: ExperimentRequest) -> int:
         lines = (*map(str, outcome.unsupported), *outcome.failures, *outcome.troubles, outcome.verdict)
         sys.stderr.write("".join(f"{line}\n" for line in lines))
     if outcome.by_host:
-        again = _again(request, folder)
         raise HostError(f"this host stopped runs, see above; mend that, then `{again}` does what is missing.")
     return outcome.exit_code
 

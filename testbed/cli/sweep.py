@@ -42,6 +42,7 @@ def sweep(request: SweepRequest) -> int:
 
     Raises:
         TestbedError: the file, a point of it, or the folder cannot be used; nothing has been started then.
+        HostError: the host (a full disk) stopped runs.
     """
     wanted = read_sweep(request.file)
     workers = workers_for(wanted, request.workers)
@@ -64,8 +65,7 @@ def sweep(request: SweepRequest) -> int:
             return code_of(interruption)
     _tell(outcome)
     if outcome.by_host:
-        sys.stderr.write("error: this host stopped runs, see above; mend that, then --resume does what is missing\n")
-        return HostError.exit_code
+        raise HostError("this host stopped runs, see above; mend that, then --resume does what is missing.")
     return EXIT_FAILED if outcome.failed else EXIT_INVALID if outcome.invalid else EXIT_VALID
 
 

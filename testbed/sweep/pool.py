@@ -101,12 +101,11 @@ def run_all(
                 told(task.subject, process.exitcode)
                 process.close()
     finally:
+        processes = [process for process, _ in running.values()]
         try:
-            with _uninterrupted():  # impatience must not leave a process behind
-                _stop([process for process, _ in running.values()])
+            _stop(processes)
         except KeyboardInterrupt:  # a second one, that came before or while they ended
-            with _uninterrupted():
-                _stop([process for process, _ in running.values()])
+            _stop(processes)
             raise
 
 
@@ -138,12 +137,13 @@ def how_ended(code: int) -> str:
 
 
 def _stop(processes: Sequence[ForkProcess]) -> None:
-    """End what still runs: asked first, as Ctrl-C would, then killed."""
-    for process in processes:
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGINT)
-    for process in processes:
-        process.join(_PATIENCE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    """End what still runs: asked first, as Ctrl-C would, then killed. Impatience must not leave a process behind."""
+    with _uninterrupted():
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+        for process in processes:
+            process.join(_PATIENCE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()

@@ -25,7 +25,6 @@ from tests.support.worlds import SERVED, cluster, expected_bytes, seen_bytes, sm
 
 SETTINGS = settings(
     max_examples=20,
-    deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # worlds are slow to shrink, and easy to read as they are
     suppress_health_check=[HealthCheck.too_slow],

@@ -15,7 +15,7 @@ from testbed.protocol.scheduling import EngineView, Waiting, select_decode, sele
 from testbed.protocol.trie import ROOT, PrefixTrie
 from tests.support.local_world import FlatCost
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=60, derandomize=True)
 
 
 class Pool(RuleBasedStateMachine):
@@ -58,7 +58,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=30, stateful_step_count=25, deadline=None, derandomize=True)
+TestPool.settings = settings(max_examples=30, stateful_step_count=25, derandomize=True)
 
 
 _paths = st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=12)

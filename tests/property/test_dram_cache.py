@@ -71,7 +71,7 @@ class Cache(RuleBasedStateMachine):
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=40, deadline=None, derandomize=True)
+TestCache.settings = settings(max_examples=40, derandomize=True)
 
 
 def test_without_capacity_nothing_is_kept() -> None:

@@ -40,7 +40,7 @@ from testbed.protocol.scheduling import (
 )
 from tests.support.flow_world import FlowWorld, flow_world, settings_for
 
-EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=100, derandomize=True)
 BLOCK = 64
 TOKENS = st.one_of(st.just(0), st.integers(0, 5_000))
 LENGTHS = st.tuples(

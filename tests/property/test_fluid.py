@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testbed.fabric.sim.disciplines import Contender, Port, fill
 from testbed.fabric.sim.fluid import Discipline, FluidNetwork, Lane, Resource
 
-SETTINGS = settings(max_examples=100, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=100, derandomize=True)
 NAMES = ("a", "b", "c", "d")
 SHARED = tuple(d for d in Discipline if d is not Discipline.FIFO)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testbed.errors import ConfigError
 from testbed.fabric.arbiter import PAPER_TABLES, ArbiterTables, PacketArbiter
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=60, derandomize=True)
 OPENSM = """
 qos_max_vls    4      # as in the paper's appendix A.1
 qos_high_limit 240

@@ -46,7 +46,7 @@ def test_every_message_class_is_in_the_union() -> None:
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
 def test_round_trip(kind: type) -> None:
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(_strategy_of(kind))
     def check(message: Message) -> None:
         assert codec.FrameReader().feed(codec.encode(message)) == [message]

@@ -185,7 +185,7 @@ class Cluster:
                 self.deadlines.pop(role, None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.tuples(*(st.lists(st.integers(0, 3), max_size=2) for _ in ENGINES)),
     st.lists(st.integers(0, 2**16), min_size=1),

@@ -80,7 +80,7 @@ def land(write: LandingWrite, data: bytes, seed: int) -> None:
         write.landed(count)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), st.sampled_from((0, 4096, 10**9)), st.sampled_from((300, 64 * 1024)))
 def test_it_lands_exactly(case: tuple[BlockLayout, Landing, int], short_run: int, stage: int) -> None:
     layout, landing, seed = case
@@ -101,7 +101,7 @@ def test_it_lands_exactly(case: tuple[BlockLayout, Landing, int], short_run: int
     assert not memory.seals[~blocks].any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.data())
 def test_any_flipped_bit_is_found_and_named(case: tuple[BlockLayout, Landing, int], draw: st.DataObject) -> None:
     layout, landing, seed = case

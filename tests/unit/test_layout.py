@@ -13,7 +13,7 @@ from testbed.errors import ConfigError
 from testbed.protocol.layout import BlockLayout, KeyChain, seal_blocks, seal_pieces, seal_seed, seal_seeds
 
 LAYOUT = BlockLayout(model="m", layers=3, block_tokens=4, bytes_per_token_layer=8)
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=60, derandomize=True)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.array(ids, dtype=np.uint32))
 
 

@@ -204,9 +204,12 @@ async def test_one_gpu_computes_one_thing_at_a_time(stage: Stage) -> None:
 
 def test_a_device_that_keeps_up_is_no_overrun() -> None:
     gpu = Gpu()
-    gpu.submit(Device(), m.ComputeDecode(1, 60_000 * MS, ()))
-    assert (gpu.counters.overruns, gpu.counters.overrun_ns) == (0, 0)
+    for k in (1, 2):  # the second is queued, and begins where the first ended
+        gpu.submit(Device(), m.ComputeDecode(k, 60_000 * MS, ()))
     assert gpu.finish(time.monotonic_ns()) is None
+    assert gpu.end_ns is not None
+    assert gpu.finish(gpu.end_ns) == m.ComputeFinished(1, {"r": 1})
+    assert (gpu.counters.computes, gpu.counters.overruns, gpu.counters.overrun_ns) == (2, 0, 0)
 
 
 def test_a_device_slower_than_what_it_stands_for_is_an_overrun() -> None:

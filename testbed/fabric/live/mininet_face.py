@@ -107,9 +107,8 @@ class ClusterIntf(Intf):  # type: ignore[misc]
                 return ""
             message = raise_message(index) if arguments == ("up",) else lower_message(index)
             self.node.network.socket(self.node.name).run([message])
-            ends = (self, other)
             if arguments == ("up",):
-                _await_carrier(lambda: all(end.status() != "NO-CARRIER" for end in ends))
+                _await_carrier(lambda: "NO-CARRIER" not in (self.status(), other.status()))
             else:
                 _await_carrier(lambda: other.status() != "OK")
             return ""
