@@ -84,6 +84,27 @@ def test_without_isolation_model_traffic_waits_for_what_is_queued() -> None:
         assert shard_beside_kv(spec_of(LaneDiscipline.NONE), hogs) == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_local_copy_has_its_window_in_one_of_two_queues_or_the_other() -> None:
+    """What passes the second queue gathers the copy there, what passes the first lets it go back. Live, messages of
+    130 kB into a CNIC beside one local copy took 2.06, 3.13, 4.20, 4.68 times as long as alone, then 4.68 each.
+    """
+    cluster = Cluster(spec_of(LaneDiscipline.NONE))
+    cluster.start(0, "de0.cnic0", "de0gpu0.cnic", HOG_BYTES)
+    size_bytes, now_ns = 130_000, SECOND
+
+    def stretch(source: str, to: str) -> float:
+        nonlocal now_ns
+        cluster.start(now_ns, source, to, size_bytes, Lane.HIGH, now_ns)
+        begin_ns, now_ns = now_ns, cluster.until(now_ns)
+        return (now_ns - begin_ns) * RATE_BPS / (size_bytes * 8 * NS_PER_S)
+
+    most = 1 + WINDOW_BYTES / size_bytes
+    expected = pytest.approx([2, 3, most, most], rel=1e-3)
+    for _ in range(2):
+        assert [stretch("pe0gpu0.cnic", "de0gpu0.cnic") for _ in range(4)] == expected
+        assert [stretch("de0gpu0.cnic", "pe0gpu0.cnic") for _ in range(4)] == expected
+
+
 @pytest.mark.parametrize(
     ("lanes", "share"),
     [(LaneDiscipline.HTB, 0.01), (LaneDiscipline.ETS, 1 / 241), (LaneDiscipline.PRIO, 0), (LaneDiscipline.NONE, 0.5)],

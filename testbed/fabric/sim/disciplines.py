@@ -169,7 +169,11 @@ class Port:
         if self.offer[flow.lane] == UNKNOWN:
             return UNKNOWN
         queue = self.queues[self._queue_of(flow)]
-        return queue.share_bps * flow.weight // queue.weight
+        return queue.share_bps * self.weight_of(flow) // queue.weight
+
+    def weight_of(self, flow: Contender) -> int:
+        """What ``flow`` has in this queue, in bytes."""
+        return flow.weight
 
     def _queue_of(self, flow: Contender) -> tuple[int, str]:
         if self.rule is Discipline.PACKETS:
@@ -190,7 +194,7 @@ class Port:
             if queue is None:
                 queue = queues[key] = _Queue()
             if flow.rate_bps == UNKNOWN:
-                queue.weight += flow.weight
+                queue.weight += self.weight_of(flow)
             else:
                 queue.used_bps += flow.rate_bps
         if len(queues) == 1:

@@ -19,7 +19,9 @@ are active, again whenever one starts or ends, within the connected part of the 
 resource on such a path gives all it has to the flow that came first, what that one cannot use to the next, and
 nothing until it is through with the slots reserved before. A flow on ``fifo`` resources only is shared too while a
 shared flow is on one of them. Where a flow passes several queues of packets that are full, its rate is that of the
-one that holds it back; in each of the others its last packet waits for what others have there.
+one that holds it back; in each of the others its last packet waits for what others have there. Where two queues of
+packets are the narrowest of a path alike (a local copy through a CNIC without lanes), its window is in the one or the
+other, and others that pass push it to and fro (``_Stream.moved_bytes``).
 
 Invariants: time, sizes, rates and progress are integers; bytes carried are exact once a flow has completed, and
 linear in between; no resource carries more than rate x time in any window; tokens come back in order of (completion,
@@ -94,10 +96,19 @@ class _State(Port):
         holds ``flow`` back: those that this queue holds back keep their windows in it all the time."""
         if not self.is_binding or self.rule is not Discipline.PACKETS or not self.is_full:
             return 0
-        held = max(self.flows.values(), key=lambda other: other.rate_bps / other.weight)
-        if (flow.rate_bps + 1) * held.weight * _NEARLY >= held.rate_bps * flow.weight * (_NEARLY - 1):
+        held = max(self.flows.values(), key=lambda other: other.rate_bps / self.weight_of(other))
+        weight = self.weight_of(held)
+        if (flow.rate_bps + 1) * weight * _NEARLY >= held.rate_bps * self.weight_of(flow) * (_NEARLY - 1):
             return 0
-        return -(-held.weight * WORK_PER_BYTE // held.rate_bps)
+        return -(-weight * WORK_PER_BYTE // held.rate_bps)
+
+    def weight_of(self, flow: Contender) -> int:
+        """What ``flow`` has here: the part of its window that is not in the other of its queues, and as much more as
+        comes in while another does, which is no more than that one has."""
+        part = flow.part_bytes(self) if isinstance(flow, _Flow) else flow.weight
+        if part >= flow.weight:
+            return flow.weight
+        return min(flow.weight, part + max((f.weight for f in self.flows.values() if f is not flow), default=0)) or 1
 
     def set_usable(self, now_ns: int) -> int:
         """Compute what shared flows may have. Result: when that changes; 0: not by itself."""
@@ -132,11 +143,12 @@ class _Route:
 
     ``gates``: for each resource that the next one along the path always holds back, that one; only the ends of a path
     can have one, so that the next one has none. ``may_reserve``: the first resource is not shared between flows but by
-    order; ``in_order``: all are queues, so that of the flows of a stream only the oldest can have a rate. ``arrivals``:
-    by lane and source, when the last flow that had to wait once more is there.
+    order; ``in_order``: all are queues, so that of the flows of a stream only the oldest can have a rate. ``pair``: the
+    first and the last queue of packets, if two are equally narrow. ``arrivals``: by lane and source, when the last flow
+    that had to wait once more is there.
     """
 
-    __slots__ = ("arrivals", "gates", "in_order", "may_reserve", "rate_bps", "states")
+    __slots__ = ("arrivals", "gates", "in_order", "may_reserve", "pair", "rate_bps", "states")
 
     def __init__(self, states: tuple[_State, ...]) -> None:
         self.states = states
@@ -144,6 +156,9 @@ class _Route:
         self.rate_bps = min(state.rate_bps for state in states)
         self.may_reserve = any(state.discipline is Discipline.FIFO for state in states)
         self.in_order = all(state.turns for state in states)
+        queues = [state for state in states if state.discipline is Discipline.PACKETS]
+        narrow = [state for state in queues if state.rate_bps == self.rate_bps]
+        self.pair = (narrow[0], narrow[-1]) if len(narrow) > 1 else None
         self.gates = tuple(self._gate(i) for i in range(len(states)))
         for state, gate in zip(states, self.gates, strict=True):
             packets = gate is not None and state.discipline is Discipline.PACKETS and gate.discipline is Discipline.FIFO
@@ -185,6 +200,13 @@ class _Flow(Contender):
         self.token = token
         self.stream: _Stream | None = None
 
+    def part_bytes(self, state: _State) -> int:
+        """What of its window is in the queue ``state``, while nobody else is."""
+        pair, stream = self.route.pair, self.stream
+        if pair is None or stream is None or state not in pair:
+            return self.weight
+        return stream.moved_bytes if state is pair[1] else self.weight - stream.moved_bytes
+
     def work_done(self, now_ns: int) -> int:
         """Work since ``since_ns``; the last nanosecond of a flow is rounded up, hence the bound."""
         return min(self.work, self.rate_bps * (now_ns - self.since_ns))
@@ -202,15 +224,18 @@ class _Stream:
     """Flows of one path, lane and source over queues of packets: they are sent one after the other.
 
     ``weight_bytes`` is what it has in the queue that holds it back: all that it has been given to send since it was
-    last idle, as far as its window reaches.
+    last idle, as far as its window reaches. ``moved_bytes`` of it are in the second of two equally narrow queues: what
+    others bring through that one holds up as much of the stream there, for it keeps coming at its rate; what others
+    bring through the first one lets as much drain from the second.
     """
 
-    __slots__ = ("behind", "head", "left_bytes", "weight_bytes")
+    __slots__ = ("behind", "head", "left_bytes", "moved_bytes", "weight_bytes")
 
     def __init__(self) -> None:
         self.head: _Flow | None = None
         self.behind: deque[_Flow] = deque()
         self.left_bytes = 0
+        self.moved_bytes = 0
         self.weight_bytes = 0
 
     def add(self, size_bytes: int) -> bool:
@@ -437,14 +462,29 @@ class FluidNetwork:
             state.gates[gate] -= 1
             if not state.gates[gate]:
                 del state.gates[gate]
+            self._move_queues(state, flow.size_bytes)
         stream = flow.stream
         if stream is not None:
             stream.left_bytes -= flow.size_bytes
             stream.head = stream.behind.popleft() if stream.behind else None
             if stream.head is None:
-                stream.weight_bytes = 0
+                stream.weight_bytes = stream.moved_bytes = 0
             else:
                 self._succeed(stream.head, stream.weight_bytes)
+
+    def _move_queues(self, state: _State, size_bytes: int) -> None:
+        """So many bytes of another have passed the queue ``state``."""
+        for other in state.flows.values():
+            if isinstance(other, _Flow) and other.stream is not None and other.route.pair is not None:
+                first, last = other.route.pair
+                moved = other.stream.moved_bytes
+                if state is last:
+                    moved = min(other.weight, moved + size_bytes)
+                elif state is first:
+                    moved = max(0, moved - size_bytes)
+                if moved != other.stream.moved_bytes:
+                    other.stream.moved_bytes = moved
+                    self._touched.update((each.name, each) for each in other.states)
 
     def _succeed(self, flow: _Flow, weight_bytes: int) -> None:
         """The flow before it in its stream is through."""
