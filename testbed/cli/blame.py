@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from collections.abc import Callable
 
 from testbed.errors import RunFailedError, TestbedError
 
@@ -17,6 +19,16 @@ def explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, TestbedError):
         return sentence_for(error), error.exit_code
     return sentence_for(error), INTERRUPTED if _interrupted(error) else RunFailedError.exit_code
+
+
+def code_of_run(run: Callable[[], int]) -> int:
+    """The exit code of a run in a process of its own; what it complains of is in its output."""
+    try:
+        return run()
+    except (Exception, KeyboardInterrupt) as error:
+        sentence, code = explained(error)
+        sys.stderr.write(f"error: {sentence}\n")
+        return code
 
 
 def sentence_for(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from scenarios.loader import LoadedScenario
+from testbed.cli.blame import code_of_run
 from testbed.cli.progress import Report, reporting
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run_in_folder, set_options, stored_bytes
 from testbed.cli.sweep import code_of, ended_like_ctrl_c
@@ -224,7 +225,7 @@ def _run_world(world: World, jobs: Sequence[_Job], folder: Path, progress: Repor
         progress(f"{world}: {done} of {len(jobs)} runs{latest if done < len(jobs) else ''}", done / len(jobs))
 
     def work(job: _Job) -> int:
-        return run_in_folder(folder / job.folder, job.loaded, job.request)
+        return code_of_run(lambda: run_in_folder(folder / job.folder, job.loaded, job.request))
 
     progress(f"{world}: {len(jobs) - len(todo)} of {len(jobs)} runs", 0.0)
     run_all([Task(subject=job, output=emptied(folder / job.folder) / OUTPUT) for job in todo], work, workers, told)

@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from testbed.cli.blame import INTERRUPTED
+from testbed.cli.blame import INTERRUPTED, code_of_run
 from testbed.cli.progress import reporting
 from testbed.cli.run import RunRequest, prepare, refuse_hidden, run
-from testbed.errors import ConfigError, HostError, RunFailedError, TestbedError
+from testbed.errors import ConfigError, HostError
 from testbed.metrics.summary import EXIT_FAILED, EXIT_INVALID, EXIT_VALID
 from testbed.sweep.file import Sweep, read_sweep
 from testbed.sweep.jobs import Job
@@ -116,17 +116,8 @@ def workers_for(wanted: Sweep, asked: int) -> int:
 
 
 def run_job(job: Job, out: Path) -> int:
-    """One run as ``testbed run --quiet`` does it; what it complains of is in the output of its process."""
-    try:
-        return run(_request(job, out))
-    except TestbedError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as error:
-        sys.stderr.write(f"error: internal error: {type(error).__name__}: {error}\n")
-        return RunFailedError.exit_code
+    """One run as ``testbed run --quiet`` does it."""
+    return code_of_run(lambda: run(_request(job, out)))
 
 
 def _resolved(job: Job) -> Mapping[str, Any]:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from scenarios.loader import is_experiment, read_scenario
+from scenarios.loader import LoadedScenario, is_experiment, read_scenario
+from testbed.cli import experiment as command
 from testbed.cli.experiment import ExperimentRequest, _again, _jobs
-from testbed.errors import ConfigError
+from testbed.cli.run import RunRequest, run_in_folder
+from testbed.errors import ConfigError, HostError
 from testbed.experiment.file import Experiment, read_experiment
 from testbed.experiment.judge import Outcome, RunEnd, Unsupported, judge
 from testbed.fabric.live.lane_offers import MODULES
@@ -309,6 +311,25 @@ def test_nothing_is_resumed_while_somebody_works_on_it_or_on_a_full_disk(
     monkeypatch.setattr(run_folder, "_SPARE_BYTES", 10**18)
     done = cli("run", str(path), "--resume", str(folder))
     assert done.code == 2 and "free some space" in done.err and not (folder / "sim").exists()
+
+
+def test_runs_that_the_host_stopped_are_exit_code_2_with_the_way_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(folder: Path, loaded: LoadedScenario, request: RunRequest) -> int:
+        if folder.name == "fast-2":
+            raise HostError("the disk is full.")
+        return run_in_folder(folder, loaded, request)
+
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY, encoding="utf-8")
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "run_in_folder", stopped)
+        done = cli("run", str(path), "--out", str(tmp_path / "out"))
+    (folder,) = (tmp_path / "out").iterdir()
+    assert done.code == 2 and "the disk is full" in done.out
+    assert f"testbed run {path} --resume {folder}" in done.err and "this host stopped runs" in done.err
+    assert cli("run", str(path), "--resume", str(folder), "--quiet").code == 0
 
 
 def test_the_command_to_go_on_with_is_whole(tmp_path: Path) -> None:

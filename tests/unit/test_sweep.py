@@ -369,6 +369,24 @@ def test_a_failing_run_is_exit_code_1_and_named(tmp_path: Path, monkeypatch: pyt
     assert done.stderr.count("failed:") == 1
 
 
+def test_a_run_that_the_host_stopped_is_exit_code_2_with_the_way_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(request: RunRequest) -> int:
+        if full and "workload.agents=4" in request.overrides:
+            raise HostError("the disk is full.")
+        return run(request)
+
+    full = True
+    monkeypatch.setattr(command, "run", stopped)
+    arguments = ["sweep", str(file_of(tmp_path, TINY.replace("[1, 2]", "[1]"))), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "seed 1: the disk is full." in done.stderr and "--resume does what is missing" in done.stderr
+    full = False
+    assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_leaves_what_is_done(tmp_path: Path, how: signal.Signals) -> None:
     """The real command in a process of its own, interrupted while it runs."""
