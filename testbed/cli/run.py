@@ -27,8 +27,9 @@ from testbed.fabric.live.addresses import Plan
 from testbed.fabric.live.blockfile import BlockFormat
 from testbed.fabric.live.lane_offers import settled
 from testbed.fabric.live.limits import check_buildable
-from testbed.fabric.live.recorder import MOST_FILE_BYTES, Recording, capture_points
+from testbed.fabric.live.recorder import MOST_FILE_BYTES, capture_points
 from testbed.fabric.live.sandbox import PRIVATE_PATH, run_in_sandbox
+from testbed.fabric.recording import Recording
 from testbed.fabric.spec import LaneDiscipline
 from testbed.metrics.expression import check_expression
 from testbed.metrics.summary import Summary

@@ -28,11 +28,12 @@ from testbed.fabric.live.forkserver import RoleGroup
 from testbed.fabric.live.memory import Memory
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.readback import verify_shaping
-from testbed.fabric.live.recorder import Recording, check_permitted, recording
+from testbed.fabric.live.recorder import check_permitted, recording
 from testbed.fabric.live.roleprocess import RoleSpec
 from testbed.fabric.live.roles import LiveCluster, LiveRole, RoleContext
 from testbed.fabric.live.sockets import DEFAULT_OPTIONS, SocketOptions
 from testbed.fabric.peaks import PEAK_WINDOW_NS, Peaks
+from testbed.fabric.recording import Recording
 from testbed.fabric.spec import ClusterSpec
 from testbed.ids import DRIVER
 from testbed.kvmodel.device import KvDevice

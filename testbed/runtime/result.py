@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from emulators.agent_driver import Outcome
-from testbed.fabric.live.recorder import Recording
+from testbed.fabric.recording import Recording
 from testbed.metrics.views import CounterView, LinkView
 
 

@@ -16,8 +16,9 @@ from testbed.capture.packets import read_packets
 from testbed.errors import HostError
 from testbed.fabric.live import recorder, syscalls
 from testbed.fabric.live.network import Network
-from testbed.fabric.live.recorder import Recording, check_permitted, recording
+from testbed.fabric.live.recorder import check_permitted, recording
 from testbed.fabric.live.streams import Flow, run_streams
+from testbed.fabric.recording import Recording
 from tests.live.sandboxed import in_sandbox, small_spec
 
 pytestmark = pytest.mark.live

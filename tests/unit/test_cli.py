@@ -21,7 +21,7 @@ from testbed.cli.janitor import cleaning_up
 from testbed.cli.main import app
 from testbed.cli.run import stored_bytes
 from testbed.errors import HostError, RunFailedError
-from testbed.fabric.live.recorder import Recording
+from testbed.fabric.recording import Recording
 from testbed.metrics.summary import LinkRow
 from testbed.runtime.plan import RunPlan
 from testbed.runtime.result import RunResult

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testbed.ids": set(),
     "testbed.fabric.arbiter": {"testbed.units", "testbed.errors"},
     "testbed.fabric.peaks": {"testbed.units"},
+    "testbed.fabric.recording": set(),
     "testbed.fabric.spec": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.arbiter"},
     "testbed.protocol": {"testbed.units", "testbed.errors", "testbed.ids", "testbed.fabric.spec"},
     "testbed.kvmodel": {"testbed.errors", "testbed.protocol"},
@@ -62,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "testbed.units",
         "testbed.errors",
         "testbed.ids",
+        "testbed.fabric.recording",
         "testbed.fabric.spec",
         "testbed.protocol",
         "testbed.kvmodel",
@@ -84,6 +86,7 @@ NEVER: dict[str, set[str]] = {
     "testbed.fabric": {"emulators", "topologies", "scenarios", "testbed.runtime", "testbed.cli"},
     "testbed.protocol": {"emulators", "topologies", "scenarios", "testbed.fabric.live", "testbed.runtime"},
     "testbed.runtime": {"topologies", "scenarios", "testbed.cli"},
+    "testbed.runtime.result": {"testbed.fabric.live", "testbed.fabric.sim"},  # the same for every world
     "testbed.metrics": {"testbed.fabric.live", "emulators", "scenarios", "topologies", "testbed.runtime"},
     "topologies": {"scenarios", "testbed.cli"},
     "scenarios": {"testbed.cli"},

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ from testbed.fabric.live.addresses import Plan
 from testbed.fabric.live.network import Network
 from testbed.fabric.live.sockets import SO_TIMESTAMPNS, STAMP_CONTROL_BYTES, stamp_ns
 from testbed.fabric.live.syscalls import die_with_parent
+from testbed.fabric.recording import Recording
 from testbed.units import NS_PER_S
 
 SNAP_BYTES = 128
@@ -53,28 +54,6 @@ _PACKETS_PER_TURN = 64
 _CHUNK_BYTES = 64 * 1024
 _STOP = b"."
 _STOP_TIMEOUT_S = 20.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Recording:
-    """What was recorded of one link. ``failure`` is one sentence, or empty."""
-
-    link: str
-    file: str
-    packets: int = 0
-    beyond: int = 0  # seen, and not in the file: it was full, or could not be written
-    lost: int = 0  # not even seen
-    failure: str = ""
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        parts = [f"{self.packets:,} packets in {self.file}"]
-        if self.beyond:
-            parts.append(f"{self.beyond:,} more are not in it")
-        if self.lost:
-            parts.append(f"{self.lost:,} were lost before they could be recorded")
-        return f"Capture of {self.link}: {', '.join(parts)}."
 
 
 def capture_points(plan: Plan) -> dict[str, tuple[str, str]]:
