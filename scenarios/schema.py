@@ -88,7 +88,8 @@ class ProtocolSection:
     compute_quota_s: float = COMPUTE_QUOTA_S
     quota_scope: Literal["forward", "layer"] = "forward"
     wait_deadline_s: float = 0.0
-    """0: 60 s of this host, whatever the scale: what ends a wait is a fault of the emulation, not of the paper."""
+    """0: 60 s of this host, for what ends a wait is a fault of the emulation, not the paper; 22 s of the paper's where
+    that is longer, for a slow scale makes every wait longer."""
     split_least_blocks: int = 4
     """Emulated blocks that a side must have of a read on both sides (systems with the option -split)."""
     read_window_blocks: int = 64

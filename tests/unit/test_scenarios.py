@@ -71,6 +71,8 @@ def test_paper_units_become_emulated_ones() -> None:
     room = float(kv_dram_bytes_per_node(DS_27B) / scale.byte_scale) / params.layout.full_block_bytes
     assert params.dram_pages == int(room)
     assert params.wait_deadline_ns == 60 * 10**9
+    slow = load("scale.time=8", "scale.bandwidth=22000").plan
+    assert slow.params.wait_deadline_ns == slow.scale.emulated_duration_ns(22) > 170 * 10**9
     assert load("protocol.wait_deadline_s=10").plan.params.wait_deadline_ns == scale.emulated_duration_ns(10)
     assert load("protocol.beta_tokens=256000").plan.params.beta_tokens == 500
     assert load("protocol.alpha_tokens=512000").plan.params.alpha_tokens == 1000
