@@ -49,7 +49,7 @@ class SocketOptions:
 
     The buffers bound what one stream has in flight beside its grants (the kernel doubles the numbers for its own
     bookkeeping). ``stall_timeout_s`` is how long sent bytes may stay unacknowledged before the connection counts as
-    lost; it is above any deadline of the protocol, so that the machines decide first.
+    lost: a peer that has stopped taking anything is given up before the waits of the protocol are over.
     """
 
     port: int = DATA_PORT

@@ -20,8 +20,8 @@ resource on such a path gives all it has to the flow that came first, what that 
 nothing until it is through with the slots reserved before. A flow on ``fifo`` resources only is shared too while a
 shared flow is on one of them. Where a flow passes several queues of packets that are full, its rate is that of the
 one that holds it back; in each of the others its last packet waits for what others have there. Where two queues of
-packets are the narrowest of a path alike (a local copy through a CNIC without lanes), its window is in the one or the
-other, and others that pass push it to and fro (``_Stream.moved_bytes``).
+packets are the narrowest of a path alike (CNICs without lanes), its window is in the one or the other, and others that
+pass one of them push it to and fro (``_Stream.moved_bytes``).
 
 Invariants: time, sizes, rates and progress are integers; bytes carried are exact once a flow has completed, and
 linear in between; no resource carries more than rate x time in any window; tokens come back in order of (completion,
@@ -462,7 +462,7 @@ class FluidNetwork:
             state.gates[gate] -= 1
             if not state.gates[gate]:
                 del state.gates[gate]
-            self._move_queues(state, flow.size_bytes)
+            self._move_queues(state, flow)
         stream = flow.stream
         if stream is not None:
             stream.left_bytes -= flow.size_bytes
@@ -472,19 +472,17 @@ class FluidNetwork:
             else:
                 self._succeed(stream.head, stream.weight_bytes)
 
-    def _move_queues(self, state: _State, size_bytes: int) -> None:
-        """So many bytes of another have passed the queue ``state``."""
+    def _move_queues(self, state: _State, passed: _Flow) -> None:
+        """``passed`` has gone through the queue ``state``: streams that share one of their two with it move."""
         for other in state.flows.values():
-            if isinstance(other, _Flow) and other.stream is not None and other.route.pair is not None:
-                first, last = other.route.pair
-                moved = other.stream.moved_bytes
-                if state is last:
-                    moved = min(other.weight, moved + size_bytes)
-                elif state is first:
-                    moved = max(0, moved - size_bytes)
-                if moved != other.stream.moved_bytes:
-                    other.stream.moved_bytes = moved
-                    self._touched.update((each.name, each) for each in other.states)
+            if not isinstance(other, _Flow) or other.stream is None or other.route.pair is None:
+                continue
+            first, last = (end in passed.states for end in other.route.pair)
+            if first == last or state not in other.route.pair:
+                continue
+            moved = other.stream.moved_bytes + (passed.size_bytes if last else -passed.size_bytes)
+            other.stream.moved_bytes = min(max(0, moved), other.weight)
+            self._touched.update((each.name, each) for each in other.states)
 
     def _succeed(self, flow: _Flow, weight_bytes: int) -> None:
         """The flow before it in its stream is through."""
